@@ -65,6 +65,19 @@ def connections() -> Iterator[list[tuple[socket.socket, socket.socket]]]:
             end.close()
 
 
+Taken = asyncio.Queue[tuple[socket.socket, bytes]]
+
+
+def receiving(end: socket.socket, taken: Taken, **options: Any) -> ConnectionPipe:
+    """Return a pipe whose connections are put into a queue; its other end stays open."""
+    return ConnectionPipe(
+        end,
+        lambda *arrived: taken.put_nowait(arrived),
+        lambda: pytest.fail("the pipe is there"),
+        **options,
+    )
+
+
 @pytest.mark.parametrize("keeps_copies", [False, True])
 async def test_connections_arrive_in_order_with_what_was_read(
     connections: list[tuple[socket.socket, socket.socket]], keeps_copies: bool
@@ -144,11 +157,10 @@ async def test_without_copies_nothing_is_acknowledged(
     connections: list[tuple[socket.socket, socket.socket]],
 ) -> None:
     here, there = socket.socketpair()
-    taken: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue()
-    receiver = ConnectionPipe(
+    taken = Taken()
+    receiver = receiving(
         there,
-        lambda *arrived: taken.put_nowait(arrived),
-        lambda: pytest.fail("the pipe is there"),
+        taken,
         keeps_copies=False,
     )
     with here:
@@ -223,12 +235,11 @@ async def test_connections_wait_while_no_descriptor_is_left(
     hold = SpareDescriptor.hold
     monkeypatch.setattr(SpareDescriptor, "hold", lambda spare: tries.append(None) or hold(spare))
     here, there = socket.socketpair()
-    taken: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue()
+    taken = Taken()
     sender = ConnectionPipe(here, lambda *_: None, lambda: None, keeps_copies=False)
-    receiver = ConnectionPipe(
+    receiver = receiving(
         there,
-        lambda *arrived: taken.put_nowait(arrived),
-        lambda: pytest.fail("the pipe is there"),
+        taken,
         on_dropped=lambda: taken.put_nowait((here, b"dropped")),
         keeps_copies=False,
     )
@@ -275,7 +286,7 @@ async def test_a_head_is_read_whole_when_it_took_the_last_descriptor(
     connections: list[tuple[socket.socket, socket.socket]],
 ) -> None:
     here, there = socket.socketpair()
-    taken: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue()
+    taken = Taken()
     receiver = ConnectionPipe(there, lambda *arrived: taken.put_nowait(arrived), lambda: None)
     data = frame(b"GET / HTTP/1.1\r\n")
     with here, no_descriptor_left():
@@ -298,13 +309,12 @@ async def test_a_connection_whose_place_is_taken_is_dropped_and_those_after_it_a
     keeps_copies: bool,
 ) -> None:
     here, there = socket.socketpair()
-    taken: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue()
+    taken = Taken()
     dropped: asyncio.Queue[None] = asyncio.Queue()
     sender = ConnectionPipe(here, lambda *_: None, lambda: None, keeps_copies=keeps_copies)
-    receiver = ConnectionPipe(
+    receiver = receiving(
         there,
-        lambda *arrived: taken.put_nowait(arrived),
-        lambda: pytest.fail("the pipe is there"),
+        taken,
         on_dropped=lambda: dropped.put_nowait(None),
         keeps_copies=keeps_copies,
     )
@@ -341,13 +351,12 @@ async def test_a_system_that_refuses_to_read_a_descriptor_drops_it(
 
     monkeypatch.setattr(socket, "recv_fds", refuse)
     here, there = socket.socketpair()
-    taken: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue()
+    taken = Taken()
     dropped: asyncio.Queue[None] = asyncio.Queue()
     sender = ConnectionPipe(here, lambda *_: None, lambda: None, keeps_copies=keeps_copies)
-    receiver = ConnectionPipe(
+    receiver = receiving(
         there,
-        lambda *arrived: taken.put_nowait(arrived),
-        lambda: pytest.fail("the pipe is there"),
+        taken,
         on_dropped=lambda: dropped.put_nowait(None),
         keeps_copies=keeps_copies,
     )
@@ -366,11 +375,10 @@ async def test_a_connection_waits_that_comes_before_an_acknowledgement(
     connections: list[tuple[socket.socket, socket.socket]],
 ) -> None:
     here, there = socket.socketpair()
-    taken: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue()
-    full = ConnectionPipe(
+    taken = Taken()
+    full = receiving(
         here,
-        lambda *arrived: taken.put_nowait(arrived),
-        lambda: pytest.fail("the pipe is there"),
+        taken,
         on_dropped=lambda: pytest.fail("a connection was dropped"),
         keeps_copies=True,
     )
@@ -409,7 +417,7 @@ async def test_descriptors_on_their_way_are_bounded_by_the_system(
     monkeypatch.setattr(socket, "send_fds", refuse)
     monkeypatch.setattr(connections_module, "RETRY_S", 0.001)
     here, there = socket.socketpair()
-    taken: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue()
+    taken = Taken()
     sender = ConnectionPipe(here, lambda *_: None, lambda: pytest.fail("the pipe is there"))
     receiver = ConnectionPipe(there, lambda *arrived: taken.put_nowait(arrived), lambda: None)
     for number in range(3):

@@ -56,10 +56,15 @@ def two() -> Iterator[FakeFleet]:
         assert not fleet.dispatcher._parts
         assert not fleet.dispatcher._suspects.waiting
     finally:
-        for life in fleet.lives:
-            life.fails_to_load = False
-            life.may_load.set()
-        fleet.stop()
+        end(fleet)
+
+
+def end(fleet: FakeFleet) -> None:
+    """Let the engines load that wait to, and stop all."""
+    for life in fleet.lives:
+        life.fails_to_load = False
+        life.may_load.set()
+    fleet.stop()
 
 
 def rank_of(fleet: FakeFleet, request_id: str) -> int:
@@ -415,10 +420,7 @@ def test_suspects_wait_for_an_engine_that_may_still_start() -> None:
         fail_to_start(fleet, second)
         assert isinstance(third.result(), RequestLostError)
     finally:
-        for life in fleet.lives:
-            life.fails_to_load = False
-            life.may_load.set()
-        fleet.stop()
+        end(fleet)
 
 
 def fail_to_start(fleet: FakeFleet, rank: int) -> None:
