@@ -1,4 +1,4 @@
-"""What a place below the block pool must do: a store keeps KV blocks by their contents.
+"""The protocol of places below the block pool: a store keeps KV blocks by their contents.
 
 Only the scheduler's side knows stores: it asks for blocks before a sequence starts, and gives them
 what the device has read. A store never repairs: a block that it cannot return is a miss.
@@ -96,13 +96,28 @@ class BlockStore(Protocol):
         """
         del contents
 
-    def fetch(self, contents: Sequence[bytes], on_done: Callable[[], None]) -> Fetch:
-        """Begin to read blocks of a chain, in order; ``on_done`` is called once, by any thread."""
+    def fetch(self, contents: Sequence[bytes]) -> Fetch:
+        """Begin to read blocks of a chain, in order."""
         ...
 
     def put(self, block: StoredBlock) -> None:
         """Keep a block. Blocks of a chain come one after the other, in order."""
         ...
+
+    @property
+    def is_busy(self) -> bool:
+        """True while so much waits to be written that more would be discarded.
+
+        Then the caller keeps its blocks where they are, if it can.
+        """
+        return False
+
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called, on any thread, when a fetch is done or the store not busy any more.
+
+        A fetch that is done when ``fetch`` returns needs no call.
+        """
+        del wake
 
     def has(self, content: bytes) -> bool:
         """True if a block is here, or is not worth to be put again; it does not count as used."""
