@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.json_values import is_mapping
+from mlx_parallm.units import readable_bytes
 
 SPECULATIVE_METHODS = ("ngram", "draft_model")
 MAX_SPECULATIVE_TOKENS = 15
@@ -22,6 +24,12 @@ ModelTask = Literal[
 KV_CACHE_DTYPES = ("auto", "int8", "int4")
 KEY_SCOPE = "key"
 CACHE_SCOPES = (KEY_SCOPE, "server")
+#: ``KV_DISK_BYTES``: bytes of a folder of KV blocks if nothing else is configured.
+KV_DISK_BYTES = 20 << 30
+#: ``NO_KV_DISK``: why a limit alone is refused.
+NO_KV_DISK = "--kv-disk-bytes needs --kv-disk, the folder that it limits."
+#: ``LEAST_STORE_BYTES``: smallest limit of a place below the KV pool. A file of a disk has 8 MiB.
+LEAST_STORE_BYTES = 16 << 20
 #: ``AUTO``: the ``data_parallel_size`` that stands for one engine on each NVIDIA GPU.
 AUTO = 0
 
@@ -83,8 +91,15 @@ class CacheConfig:
         kv_cache_bytes: bytes of KV of all models together, allocated exactly or refused; overrides
             ``memory_fraction``.
         enable_prefix_caching: reuse blocks of equal prefixes.
-        num_engines: how many engines divide the device's KV memory; the fraction and the bytes
-            above are the share of one of them.
+        kv_disk: a folder that keeps evicted blocks and those of earlier processes; None for none.
+        kv_disk_bytes: most bytes of that folder, of all processes that use it together.
+        kv_host_bytes: most bytes of evicted blocks in host memory, of all models of an engine, on a
+            device that has memory of its own; 0 keeps none.
+        num_engines: how many engines divide the device's KV memory; the fraction and
+            ``kv_cache_bytes`` are the share of one of them.
+
+    Raises:
+        ConfigError: settings of the places below the pool do not fit together.
     """
 
     block_size: int = 16
@@ -92,7 +107,28 @@ class CacheConfig:
     kv_cache_dtype: str = "auto"
     kv_cache_bytes: int | None = None
     enable_prefix_caching: bool = True
+    kv_disk: Path | None = None
+    kv_disk_bytes: int = KV_DISK_BYTES
+    kv_host_bytes: int = 0
     num_engines: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kv_disk is None and self.kv_disk_bytes != KV_DISK_BYTES:
+            raise ConfigError(NO_KV_DISK)
+        for flag, is_set in (
+            ("--kv-disk", self.kv_disk is not None),
+            ("--kv-host-bytes", self.kv_host_bytes != 0),
+        ):
+            if is_set and not self.enable_prefix_caching:
+                raise ConfigError(
+                    f"{flag} keeps cached prefixes: it cannot be used without prefix caching "
+                    "(--no-enable-prefix-caching)."
+                )
+        least = readable_bytes(LEAST_STORE_BYTES)
+        if self.kv_disk_bytes < LEAST_STORE_BYTES:
+            raise ConfigError(f"--kv-disk-bytes must be at least {least}.")
+        if self.kv_host_bytes != 0 and self.kv_host_bytes < LEAST_STORE_BYTES:
+            raise ConfigError(f"--kv-host-bytes must be 0, or at least {least}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

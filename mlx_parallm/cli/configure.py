@@ -31,7 +31,14 @@ from mlx_parallm.cli.settings import (
     Setting,
     variable_of,
 )
-from mlx_parallm.config import KEY_SCOPE, EngineConfig, ModelConfig, ModelTask, ServerConfig
+from mlx_parallm.config import (
+    KEY_SCOPE,
+    NO_KV_DISK,
+    EngineConfig,
+    ModelConfig,
+    ModelTask,
+    ServerConfig,
+)
 from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.json_values import is_mapping
@@ -214,6 +221,9 @@ def build_config(sourced_values: Mapping[str, SourcedValue]) -> tuple[EngineConf
         raise ConfigError(
             "cache-scope key needs api-key: without keys, clients cannot be distinguished"
         )
+    # CacheConfig cannot see a limit that was given and is the default.
+    if "kv_disk_bytes" in parts["cache"] and "kv_disk" not in parts["cache"]:
+        raise ConfigError(NO_KV_DISK)
     kv_cache_dtype: PerModel = parts["cache"].pop("kv_cache_dtype", PerModel())
     if kv_cache_dtype.shared is not None:
         parts["cache"]["kv_cache_dtype"] = kv_cache_dtype.shared

@@ -58,6 +58,11 @@ def any_text(value: Any) -> str:
     return value
 
 
+def folder(value: Any) -> Path:
+    """Return the path of a folder, absolute; it need not be there yet."""
+    return Path(text(value)).expanduser().absolute()
+
+
 def boolean(value: Any) -> bool:
     """Return a bool; as text, true/false, 1/0, yes/no and on/off."""
     if isinstance(value, bool):

@@ -273,6 +273,19 @@ SETTINGS: tuple[Setting, ...] = (
              "tokens in a block of KV.", metavar="TOKENS"),
     _setting("enable-prefix-caching", "cache.enable_prefix_caching", values.boolean, MEMORY,
              "reuse the KV of equal prefixes."),
+    _setting("kv-disk", "cache.kv_disk", values.folder, MEMORY,
+             "folder that keeps the KV of prompts and answers, so that equal prefixes are read "
+             "instead of computed after they were evicted from memory, and after a restart. "
+             "Several servers, and engines of --data-parallel-size, can share it. Whoever can "
+             "read it can learn the prompts: it is made for this user only. See docs/memory.md.",
+             metavar="FOLDER"),
+    _setting("kv-disk-bytes", "cache.kv_disk_bytes", values.size, MEMORY,
+             "most bytes of --kv-disk, of all models and processes together, such as 100GiB; the "
+             "least recently used KV is deleted beyond that.", metavar="SIZE"),
+    _setting("kv-host-bytes", "cache.kv_host_bytes", values.size_or_none, MEMORY,
+             "on an NVIDIA GPU, most bytes of evicted KV that each engine keeps in host memory, "
+             "such as 32GiB; 0 keeps none. Elsewhere the device and the host share their memory, "
+             "so that --kv-cache-memory-bytes is the setting for more.", metavar="SIZE"),
     _setting("result-cache-bytes", "", values.size_or_none, MEMORY,
              "memory of each cache of a model's results: those of a pooling model for equal "
              "inputs (64MiB if not given), and the hidden states that the training sessions of a "

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig
 from mlx_parallm.demo_models.folders import DEMO_NAME
 from mlx_parallm.engine.kind import (
     BuildContext,
@@ -28,7 +28,12 @@ from mlx_parallm.types.step import StepTracer
 from mlx_parallm.worker.device.allocator import limit_allocator
 from mlx_parallm.worker.device.cpu_process import keep_freed_memory
 from mlx_parallm.worker.device.kernels import kernels_kept_in
-from mlx_parallm.worker.device.properties import active_memory_bytes, cache_memory_bytes, log_blas
+from mlx_parallm.worker.device.properties import (
+    active_memory_bytes,
+    backend_name,
+    cache_memory_bytes,
+    log_blas,
+)
 from mlx_parallm.worker.worker import Worker
 
 # MEMORY_GAUGES: the names, descriptions and sources of the metrics of MLX's memory.
@@ -131,14 +136,24 @@ def loading(config: EngineConfig, on_progress: TellProgress) -> Generator[Engine
     """Prepare the process to load models; yield the configuration with all their names.
 
     Raises:
-        ConfigError: two models have the same name, or memory cannot be wired as configured.
+        ConfigError: two models have the same name, or memory cannot be used as configured.
     """
     check_names(config.models)
     log_blas()
     keep_freed_memory()
     limit_allocator(config.memory)
+    check_host_blocks(config.cache, backend_name())
     with kernels_kept_in(device_precompiler(), config.kernel_cache_dir, on_progress):
         yield replace(config, models=with_short_names(config.models))
+
+
+def check_host_blocks(cache: CacheConfig, backend: str) -> None:
+    """Raise ConfigError if evicted KV is to go to host memory where all KV is in it already."""
+    if cache.kv_host_bytes and backend != "cuda":
+        raise ConfigError(
+            "--kv-host-bytes needs a GPU with memory of its own: here KV is in host memory "
+            "already, and --kv-cache-memory-bytes gives it more."
+        )
 
 
 def sort_by_kind(

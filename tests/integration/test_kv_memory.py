@@ -6,12 +6,16 @@ import json
 import logging
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from mlx_parallm import LLM
 from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
+from mlx_parallm.engine.build import check_host_blocks
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation.model import GENERATION_TRAITS
 from mlx_parallm.serving.build import build_engines
@@ -61,6 +65,20 @@ def test_a_small_model_keeps_its_context_beside_a_large_one(
     ]
     for part in (folders[131_072], "from 131072", f"to {large.model.info.max_model_len} tokens"):
         assert part in warning
+
+
+@pytest.mark.parametrize("backend", ["cpu", "metal", "cuda"])
+def test_host_memory_keeps_kv_only_beside_a_gpu_with_its_own(backend: str) -> None:
+    check_host_blocks(CacheConfig(kv_disk=Path("/kv")), backend)
+    sentence = "--kv-host-bytes needs a GPU with memory of its own"
+    refused = nullcontext() if backend == "cuda" else pytest.raises(ConfigError, match=sentence)
+    with refused:
+        check_host_blocks(CacheConfig(kv_host_bytes=1 << 30), backend)
+
+
+def test_a_load_is_refused_before_it_begins() -> None:
+    with pytest.raises(ConfigError, match="--kv-host-bytes needs a GPU"):
+        LLM("/no/folder", cache=CacheConfig(kv_host_bytes=1 << 30))
 
 
 def test_less_than_a_block_of_each_is_refused(folders: dict[int, str]) -> None:

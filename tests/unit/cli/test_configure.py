@@ -19,7 +19,13 @@ from mlx_parallm.cli.configure import (
 )
 from mlx_parallm.cli.parser import CommandParser
 from mlx_parallm.cli.settings import DEFAULTS, SETTINGS, Setting
-from mlx_parallm.config import EngineConfig, ModelConfig, ServerConfig, SpeculativeConfig
+from mlx_parallm.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ServerConfig,
+    SpeculativeConfig,
+)
 from mlx_parallm.types.errors import ConfigError
 
 #: These fields of the configuration are composed, not set one by one.
@@ -112,6 +118,7 @@ def test_names_aliases_and_variables_are_unique() -> None:
         ),
         (["--allowed-hosts", "[::0:2]"], "[::2]", "allowed-hosts: '[::2]'", ("[::2]",)),
         (["--no-enable-prefix-caching"], "false", "enable-prefix-caching: false", False),
+        (["--kv-disk", "/kv"], "/kv", "kv-disk: /kv", Path("/kv")),
         (["--disable-access-log"], "1", "disable-access-log: true", False),
         (
             ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'],
@@ -313,6 +320,19 @@ def test_the_demonstration_model_can_be_named() -> None:
     assert read("--served-model-name", "demo")[0].models == (ModelConfig(served_names=("demo",)),)
 
 
+def test_places_below_the_kv_pool_have_limits() -> None:
+    assert read()[0].cache.kv_disk is None
+    assert read("--kv-disk", "~/kv")[0].cache == CacheConfig(
+        kv_disk=Path.home() / "kv", kv_disk_bytes=20 << 30, kv_host_bytes=0
+    )
+    sizes = ("--kv-disk-bytes", "20GiB", "--kv-host-bytes", "16MiB")
+    assert read("--kv-disk", "kv", *sizes)[0].cache == CacheConfig(
+        kv_disk=Path.cwd() / "kv", kv_host_bytes=16 << 20
+    )
+    cache = read("--kv-host-bytes", "0", "--no-enable-prefix-caching")[0].cache
+    assert cache == CacheConfig(enable_prefix_caching=False)
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
@@ -355,6 +375,14 @@ def test_the_demonstration_model_can_be_named() -> None:
         (["--model", "a", "b", "--served-model-name", "c"], "write MODEL=NAME, not 'c'"),
         (["--allow-credentials", "--allowed-origins", "*"], "allow-credentials"),
         (["--cache-scope", "key"], "cache-scope key needs api-key"),
+        (["--kv-disk", ""], "--kv-disk: must be a text"),
+        (["--kv-disk-bytes", "20GiB"], "--kv-disk-bytes needs --kv-disk, the folder"),
+        (["--kv-disk-bytes", "30GiB"], "--kv-disk-bytes needs --kv-disk, the folder"),
+        (["--kv-disk", "/kv", "--kv-disk-bytes", "0"], "--kv-disk-bytes: must be at least one"),
+        (["--kv-disk", "/kv", "--kv-disk-bytes", "1M"], "--kv-disk-bytes must be at least 16 MiB"),
+        (["--kv-host-bytes", "1M"], "--kv-host-bytes must be 0, or at least 16 MiB"),
+        (["--kv-disk", "/kv", "--no-enable-prefix-caching"], "--kv-disk keeps cached prefixes"),
+        (["--kv-host-bytes", "1G", "--no-enable-prefix-caching"], "--kv-host-bytes keeps cached"),
         (["--config", "/does/not/exist.yaml"], "/does/not/exist.yaml: No such file"),
     ],
 )

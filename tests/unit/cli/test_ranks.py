@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.cli.ranks import is_open_pipe, with_ranks
-from mlx_parallm.config import AUTO, EngineConfig, RanksConfig, ServerConfig, SpeculativeConfig
+from mlx_parallm.config import (
+    AUTO,
+    CacheConfig,
+    EngineConfig,
+    RanksConfig,
+    ServerConfig,
+    SpeculativeConfig,
+)
 from mlx_parallm.types.errors import ConfigError
 
 #: No test waits for it.
@@ -42,6 +49,8 @@ def test_the_launcher_says_which_rank_this_is(launched: dict[str, str]) -> None:
         (EngineConfig(), ServerConfig(data_parallel_size=2), "--data-parallel-size 2"),
         (EngineConfig(), ServerConfig(engine_process=True), "--engine-process"),
         (EngineConfig(restart_on_failure=True), ServerConfig(), "--restart-engine"),
+        (EngineConfig(cache=CacheConfig(kv_disk=Path("/kv"))), ServerConfig(), "--kv-disk"),
+        (EngineConfig(cache=CacheConfig(kv_host_bytes=1 << 30)), ServerConfig(), "--kv-host-bytes"),
         (
             EngineConfig(speculative=SpeculativeConfig(method="draft_model", model="small")),
             ServerConfig(),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -93,6 +95,9 @@ def test_engines_share_memory_and_threads() -> None:
     assert share_of(config, 2).cache.num_engines == 2
     assert share_of(config, 2).memory.num_engines == 2
     assert share_of(config, 4).cache.memory_fraction == pytest.approx(0.2)
+    below = CacheConfig(kv_disk=Path("/kv"), kv_disk_bytes=1 << 30, kv_host_bytes=1 << 30)
+    each = share_of(EngineConfig(cache=below), 2).cache
+    assert replace(each, memory_fraction=below.memory_fraction, num_engines=1) == below
     assert "OMP_NUM_THREADS" not in thread_share({"OMP_NUM_THREADS": "3"}, 2)
 
 

@@ -27,7 +27,7 @@ routes = Routes(SERVER)
 # SECRETS: the holder of one key must not see the others.
 SECRETS = frozenset({"api_keys", "admin_api_keys", "verifier_urls"})
 # ADMIN_ONLY: only those who may change the server see where it keeps the files of all keys.
-ADMIN_ONLY = frozenset({"data_dir"})
+ADMIN_ONLY = frozenset({"data_dir", "kv_disk"})
 
 
 @routes.get("/server_info")
@@ -142,9 +142,14 @@ def vllm_groups(model: GenerationModel, config: EngineConfig, num_engines: int) 
 
 
 def settings(engine: EngineConfig, server: ServerConfig, hidden: Collection[str]) -> dict[str, Any]:
-    """Return all settings as JSON, without the server's hidden ones."""
-    shown = {name: value for name, value in asdict(server).items() if name not in hidden}
-    return asdict(engine) | {"server": shown}
+    """Return all settings as JSON, without the hidden ones of any part."""
+    known = asdict(engine) | {"server": asdict(server)}
+    return {
+        part: {name: each for name, each in value.items() if name not in hidden}
+        if is_object(value)
+        else value
+        for part, value in known.items()
+    }
 
 
 def as_text(known: dict[str, Any], prefix: str = "") -> str:

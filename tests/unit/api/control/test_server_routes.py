@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -11,7 +12,7 @@ from starlette.datastructures import Headers
 
 from mlx_parallm.api.control.server.aborts import is_named
 from mlx_parallm.api.http.auth import client_of
-from mlx_parallm.config import EngineConfig, SchedulerConfig, ServerConfig
+from mlx_parallm.config import CacheConfig, EngineConfig, SchedulerConfig, ServerConfig
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.types.request import GenerateRequest
 from tests.api_app import make_app
@@ -158,10 +159,14 @@ async def test_only_an_admin_learns_where_files_are(
     config: ServerConfig, key: str, headers: dict[str, str], tells: bool, form: str
 ) -> None:
     config = replace(config, data_dir="/srv/secret-place")
+    engine = FakeEngine()
+    engine.engine_config = EngineConfig(cache=CacheConfig(kv_disk=Path("/srv/secret-kv")))
     path = f"/server_info?config_format={form}"
-    response = await call(FakeEngine(), config, "GET", path, key, headers=headers)
+    response = await call(engine, config, "GET", path, key, headers=headers)
     assert response.status_code == 200
     assert ("secret-place" in response.text) is tells
+    assert ("secret-kv" in response.text) is tells
+    assert "kv_disk_bytes" in response.text
 
 
 async def test_server_info_needs_a_key_and_a_known_form() -> None:
