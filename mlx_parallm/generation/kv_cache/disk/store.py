@@ -1,0 +1,172 @@
+"""KV blocks in files of a folder: written behind the engine, found again after a restart."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_parallm.generation.kv_cache.disk.files import Files
+from mlx_parallm.generation.kv_cache.disk.format import BadFileError
+from mlx_parallm.generation.kv_cache.disk.index import BlockIndex
+from mlx_parallm.generation.kv_cache.disk.keeper import Keeper
+from mlx_parallm.generation.kv_cache.disk.reader import Readers
+from mlx_parallm.generation.kv_cache.disk.runs import Run
+from mlx_parallm.generation.kv_cache.stores import BlockStore, Fetch, StoredBlock, StoreStats
+
+# START_WITHIN_S: how long a start waits for the files to be found; what is found later, is found
+# later.
+START_WITHIN_S = 2.0
+# CLOSE_WITHIN_S: how long an end waits for what is still to be written.
+CLOSE_WITHIN_S = 5.0
+
+
+@dataclass(slots=True)
+class _Reads:
+    """Blocks that were read so far, and their bytes."""
+
+    blocks: int = 0
+    num_bytes: int = 0
+
+
+class DiskStore(BlockStore):
+    """Blocks of one model in a folder that it shares with other models and processes."""
+
+    tier = "disk"
+
+    def __init__(
+        self,
+        folder: Path,
+        owner: str,
+        limit_bytes: int,
+        *,
+        files: Files | None = None,
+        clock: Callable[[], int] = time.time_ns,
+        has_threads: bool = True,
+    ) -> None:
+        """Open the folder.
+
+        Args:
+            folder: folder of ``--kv-disk``, which ``check_kv_folder`` has accepted.
+            owner: digest of all that decides the bytes of blocks, in hexadecimal digits.
+            limit_bytes: most bytes of all files in the folder.
+            files: calls to the operating system.
+            clock: returns the time in ns since 1970.
+            has_threads: False: nothing happens but in ``turn``.
+        """
+        self._limit_bytes = limit_bytes
+        self._files = files or Files()
+        self._index = BlockIndex(clock, limit_bytes)
+        self._keeper = Keeper(folder, owner, limit_bytes, self._index, self._files, clock)
+        self._readers = Readers(folder, self._files, self._on_bad, self._on_read)
+        self._reads = _Reads()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        if has_threads:
+            self._start()
+
+    def find(self, contents: Sequence[bytes]) -> int:
+        """See ``BlockStore``."""
+        return self._index.find(contents)
+
+    def use(self, contents: Sequence[bytes]) -> None:
+        """See ``BlockStore``."""
+        self._index.use(contents)
+
+    def fetch(self, contents: Sequence[bytes], on_done: Callable[[], None]) -> Fetch:
+        """See ``BlockStore``."""
+        runs: list[tuple[Run, bytes]] = []
+        for content in contents:
+            if (run := self._index.get(content)) is None:
+                break
+            runs.append((run, content))
+        return self._readers.fetch(runs, on_done)
+
+    def put(self, block: StoredBlock) -> None:
+        """See ``BlockStore``."""
+        if not self._is_closed and self._index.put(block):
+            self._wake.set()
+
+    def has(self, content: bytes) -> bool:
+        """See ``BlockStore``."""
+        return self._index.has(content)
+
+    def clear(self) -> None:
+        """See ``BlockStore``."""
+        self._index.clear()
+        self._keeper.clear()
+        self._wake.set()
+
+    @property
+    def stats(self) -> StoreStats:
+        """See ``BlockStore``."""
+        return StoreStats(
+            num_blocks=len(self._index),
+            used_bytes=self._keeper.num_bytes,
+            limit_bytes=self._limit_bytes,
+            read_blocks=self._reads.blocks,
+            read_bytes=self._reads.num_bytes,
+            written_blocks=self._keeper.written_blocks,
+            written_bytes=self._keeper.written_bytes,
+            discarded=dict(self._index.counts),
+            off=self._keeper.off,
+        )
+
+    def close(self) -> None:
+        """See ``BlockStore``."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._wake.set()
+        if self._thread is not None:
+            deadline = time.monotonic() + CLOSE_WITHIN_S
+            self._thread.join(CLOSE_WITHIN_S)
+            self._readers.close(max(0.0, deadline - time.monotonic()))
+        else:
+            self._keeper.turn(is_last=True)
+            self._keeper.close()
+
+    def turn(self) -> None:
+        """Do what is due on the caller's thread, in a store without threads."""
+        self._keeper.turn()
+        self._readers.read_waiting()
+
+    def _start(self) -> None:
+        is_ready = threading.Event()
+        self._readers.start()
+        self._thread = threading.Thread(
+            target=self._keep, args=[is_ready], name="kv-disk-keeper", daemon=True
+        )
+        self._thread.start()
+        is_ready.wait(START_WITHIN_S)
+
+    def _keep(self, is_ready: threading.Event) -> None:
+        delay_s = self._keeper.turn()
+        is_ready.set()
+        while not self._is_closed:
+            self._wake.wait(delay_s)
+            self._wake.clear()
+            delay_s = self._keeper.turn(is_last=self._is_closed)
+        self._keeper.turn(is_last=True)
+        self._keeper.close()
+
+    def _on_bad(self, run: Run, problem: Exception) -> None:
+        if isinstance(problem, FileNotFoundError):
+            # Another process evicted it.
+            self._index.drop(run)
+            return
+        self._index.drop(
+            run, reason="damaged" if isinstance(problem, BadFileError) else "unreadable"
+        )
+        self._keeper.doom(run, str(problem))
+        self._wake.set()
+
+    def _on_read(self, run: Run, num_blocks: int, num_bytes: int) -> None:
+        run.was_read = True
+        with self._lock:
+            self._reads.blocks += num_blocks
+            self._reads.num_bytes += num_bytes

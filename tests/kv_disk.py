@@ -1,0 +1,91 @@
+"""A disk store without threads, with a clock of its own and files that can fail."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlx_parallm.generation.kv_cache.disk.files import Files
+from mlx_parallm.generation.kv_cache.disk.store import DiskStore
+from mlx_parallm.generation.kv_cache.stores import StoredBlock
+
+OWNER = "ab" * 32
+MIB = 1 << 20
+SECOND = 1_000_000_000
+
+
+@dataclass
+class Clock:
+    """Time in ns since 1970, which passes when a test says so."""
+
+    now_ns: int = 1_700_000_000 * SECOND
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def pass_s(self, seconds: float) -> None:
+        self.now_ns += int(seconds * SECOND)
+
+
+def chain(
+    name: object, num_blocks: int, size: int = 1000, parent: bytes = b""
+) -> list[StoredBlock]:
+    """Return the blocks of a chain; equal names give equal blocks."""
+    blocks: list[StoredBlock] = []
+    for number in range(num_blocks):
+        content = hashlib.sha256(repr((name, number, parent)).encode()).digest()
+        data = (content * (size // 32 + 1))[:size]
+        blocks.append(StoredBlock(content=content, parent=parent, data=data))
+        parent = content
+    return blocks
+
+
+def contents(blocks: Sequence[StoredBlock]) -> list[bytes]:
+    return [block.content for block in blocks]
+
+
+@dataclass
+class Disk:
+    """A folder and the stores that were opened in it."""
+
+    folder: Path
+    clock: Clock = field(default_factory=Clock)
+    stores: list[DiskStore] = field(default_factory=list)
+
+    def open(
+        self, limit_bytes: int = 100 * MIB, owner: str = OWNER, files: Files | None = None
+    ) -> DiskStore:
+        self.folder.mkdir(exist_ok=True)
+        store = DiskStore(
+            self.folder, owner, limit_bytes, files=files, clock=self.clock, has_threads=False
+        )
+        self.stores.append(store)
+        store.turn()
+        return store
+
+    def save(self, store: DiskStore, blocks: Sequence[StoredBlock]) -> None:
+        """Put blocks, and let time pass until they are files."""
+        for block in blocks:
+            store.put(block)
+        self.clock.pass_s(3)
+        store.turn()
+
+    def files(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("*/*") if path.name != "lock")
+
+    def num_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.files())
+
+
+def read(store: DiskStore, wanted: Sequence[bytes]) -> list[bytes]:
+    """Return the blocks that a fetch returns."""
+    num_calls: list[None] = []
+    fetch = store.fetch(wanted, lambda: num_calls.append(None))
+    store.turn()
+    assert fetch.is_done
+    assert len(num_calls) == 1
+    return list(fetch.result())
+
+
+def data(blocks: Sequence[StoredBlock]) -> list[bytes]:
+    return [block.data for block in blocks]

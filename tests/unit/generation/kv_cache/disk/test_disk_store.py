@@ -1,0 +1,89 @@
+"""The disk store: what was put is found, read and verified, also after a restart."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm.generation.kv_cache.disk.store import DiskStore
+from tests.kv_disk import OWNER, Disk, chain, contents, data, read
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    return Disk(tmp_path / "kv")
+
+
+def test_blocks_that_wait_are_found_and_read(disk: Disk):
+    store, blocks = disk.open(), chain("a", 5)
+    for block in blocks:
+        store.put(block)
+    assert disk.files() == []
+    assert store.find(contents(blocks)) == 5
+    assert read(store, contents(blocks)) == data(blocks)
+
+
+def test_blocks_are_read_from_files(disk: Disk):
+    store, blocks = disk.open(), chain("a", 70)
+    disk.save(store, blocks)
+    assert len(disk.files()) == 1
+    assert store.find(contents(blocks)) == 70
+    assert read(store, contents(blocks)) == data(blocks)
+    assert read(store, contents(blocks)[40:50]) == data(blocks)[40:50]
+    stats = store.stats
+    assert (stats.written_blocks, stats.written_bytes) == (70, 70_000)
+    assert (stats.read_blocks, stats.read_bytes) == (80, 80_000)
+    assert stats.used_bytes == disk.num_bytes()
+
+
+def test_a_restart_finds_them(disk: Disk):
+    store, blocks = disk.open(), chain("a", 70)
+    disk.save(store, blocks)
+    store.close()
+    store = disk.open()
+    assert store.find([*contents(blocks), b"x" * 32]) == 70
+    assert read(store, contents(blocks)) == data(blocks)
+    assert len(list(disk.folder.iterdir())) == 2, (
+        "the folder of the writer that ended, and the lock"
+    )
+
+
+def test_what_waits_is_written_at_the_end(disk: Disk):
+    store, blocks = disk.open(), chain("a", 5)
+    for block in blocks:
+        store.put(block)
+    store.close()
+    assert disk.open().find(contents(blocks)) == 5
+
+
+def test_a_store_with_threads_does_the_same(tmp_path: Path):
+    blocks = chain("a", 300, 100_000)
+    store = DiskStore(tmp_path, OWNER, 1 << 30)
+    for block in blocks:
+        store.put(block)
+    store.close()
+    store = DiskStore(tmp_path, OWNER, 1 << 30)
+    done = threading.Event()
+    assert store.find(contents(blocks)) == 300
+    fetch = store.fetch(contents(blocks), done.set)
+    done.wait()
+    assert list(fetch.result()) == data(blocks)
+    store.close()
+
+
+def test_clear_forgets_and_removes_all_files_of_the_owner(disk: Disk):
+    store, other = disk.open(), disk.open(owner="cd" * 32)
+    blocks, others = chain("a", 5), chain("b", 5)
+    disk.save(store, blocks)
+    disk.save(other, others)
+    waiting = chain("c", 5)
+    for block in waiting:
+        store.put(block)
+    store.clear()
+    assert store.find(contents(blocks)) == store.find(contents(waiting)) == 0
+    store.turn()
+    assert len(disk.files()) == 1
+    assert other.find(contents(others)) == 5
+    store.close()
+    store = disk.open()
+    assert store.find(contents(blocks)) == store.find(contents(waiting)) == 0
