@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from mlx_parallm.generation.kv_cache.stores import BlockStore, StoredBlock, StoreStats
 
@@ -40,10 +39,10 @@ class DictStore(BlockStore):
         self._wake = wake
 
     def find(self, contents: Sequence[bytes]) -> int:
-        return len(list(takewhile(self.has, contents)))
+        return next((i for i, c in enumerate(contents) if c not in self.blocks), len(contents))
 
     def fetch(self, contents: Sequence[bytes]) -> DictFetch:
-        blocks = [self.blocks[each] for each in takewhile(self.has, contents)][: self._most]
+        blocks = [self.blocks[each] for each in contents[: self.find(contents)]][: self._most]
         self.fetches += [fetch := DictFetch(blocks, is_done=not self._holds_back)]
         return fetch
 
