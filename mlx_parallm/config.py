@@ -112,6 +112,11 @@ class CacheConfig:
     kv_host_bytes: int = 0
     num_engines: int = 1
 
+    @property
+    def has_stores(self) -> bool:
+        """True if blocks are kept outside of the pool too."""
+        return self.kv_disk is not None or self.kv_host_bytes > 0
+
     def __post_init__(self) -> None:
         if self.kv_disk is None and self.kv_disk_bytes != KV_DISK_BYTES:
             raise ConfigError(NO_KV_DISK)

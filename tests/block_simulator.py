@@ -8,6 +8,7 @@ position remembers which weights computed it, and tokens depend on the weights t
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -73,6 +74,7 @@ class SimulatedRunner:
     def run(self, batch: ScheduledBatch, failed: frozenset[int] = frozenset()) -> StepOutput:
         """One step; the sequences in ``failed`` leave garbage behind."""
         self._adapters.update(batch.adapters)
+        saved = self._move(batch)
         self._copy(batch)
         rows = [self._with_drafts(row) for row in batch.sequences]
         for row in rows:
@@ -92,7 +94,22 @@ class SimulatedRunner:
             ),
             prompt_logprobs={row.seq_id: self._score(row) for row in good if row.target_ids},
             failed=dict.fromkeys(failed, "failed"),
+            saved=saved,
         )
+
+    def _move(self, batch: ScheduledBatch) -> tuple[tuple[bytes, bytes], ...]:
+        """Read saved blocks, then fill others; return what was read."""
+        saved = tuple((content, self._bytes_of(block)) for block, content in batch.moves.saved)
+        assert len({block for block, _ in batch.moves.filled}) == len(batch.moves.filled)
+        for block, data in batch.moves.filled:
+            tokens, drafted, contents = json.loads(data)
+            self._blocks[block], self._drafted[block] = tokens, drafted
+            self._block_contents[block] = contents
+        return saved
+
+    def _bytes_of(self, block: int) -> bytes:
+        stores = (self._blocks, self._drafted, self._block_contents)
+        return json.dumps([store[block] for store in stores]).encode()
 
     def _copy(self, batch: ScheduledBatch) -> None:
         for source, target in batch.block_copies:
@@ -161,6 +178,9 @@ class SimulatedRunner:
     def corrupt(self, batch: ScheduledBatch) -> None:
         """Write what a failed step may leave behind."""
         self._adapters.update(batch.adapters)
+        for block, _ in batch.moves.filled:
+            self._blocks[block] = [GARBAGE] * self._block_size
+            self._drafted[block] = [GARBAGE] * self._block_size
         for row in batch.sequences:
             self._write(row, garbage=True)
             if row.draft is not None:

@@ -71,8 +71,10 @@ class FakeControl(EngineControl):
         self._note("resume")
         self._mode = None
 
-    async def reset_prefix_cache(self, *, reset_running: bool = False) -> None:
-        self._note("reset_prefix_cache", reset_running=reset_running)
+    async def reset_prefix_cache(
+        self, *, reset_running: bool = False, reset_external: bool = True
+    ) -> None:
+        self._note("reset_prefix_cache", reset_running=reset_running, reset_external=reset_external)
 
     async def update_weights(
         self,

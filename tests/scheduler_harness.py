@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.kv_cache.stores import BlockStore
+from mlx_parallm.generation.kv_cache.tiers import Tiers
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.generation.scheduler.updates import SequenceUpdate
+from mlx_parallm.types.content import PendingContent
 from mlx_parallm.types.events import FinishReason
-from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.request import BaseWeights, GenerateRequest, PolicyWeights
 from mlx_parallm.types.step import PENDING_TOKEN, ScheduledBatch, StepOutput, TokenLogprob
 from tests.block_simulator import (
     END_ID,
@@ -18,6 +21,7 @@ from tests.block_simulator import (
     expected_outputs,
     expected_prompt_logprobs,
 )
+from tests.dict_store import DictStore
 
 
 @dataclass
@@ -36,7 +40,7 @@ class SchedulerHarness:
 
     With ``runs_ahead`` a step is scheduled before the one before it is taken in. Each step is said
     to have taken ``seconds_of`` it. With ``speculative`` the simulated model copies often, so that
-    proposals are accepted.
+    proposals are accepted. ``stores``: below its pool; ``lasting``: the content of its weights.
     """
 
     def __init__(
@@ -52,21 +56,45 @@ class SchedulerHarness:
         seconds_of: Callable[[ScheduledBatch], float] = lambda batch: 1e-3 * batch.num_tokens,
         speculative: SpeculativeConfig | None = None,
         num_tower_stages: int = 1,
+        stores: Sequence[BlockStore] = (),
+        lasting: str | None = "digest",
     ) -> None:
         self.speculative = speculative
         self.config = config or SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
         self.max_len = min(max_model_len, num_blocks * block_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.now_s = 0.0
+        self.stores = stores
+        has_stores = bool(stores) and caching and not has_state
+        draft = None
+        if speculative is not None and speculative.model is not None:
+            draft = PendingContent("draft")
+        self.tiers = (
+            Tiers(
+                stores,
+                block_bytes=100,
+                draft=draft,
+                min_saved=1,
+                min_fetched=1,
+                clock=lambda: self.now_s,
+            )
+            if has_stores
+            else None
+        )
+        #: The weights of all requests.
+        self.weights = PolicyWeights(
+            BaseWeights(lasting=PendingContent(lasting), identity="identity")
+        )
         self.scheduler = Scheduler(
             self.config,
-            KVCacheManager(num_blocks, block_size, enable_prefix_caching=caching),
+            KVCacheManager(num_blocks, block_size, enable_prefix_caching=caching, tiers=self.tiers),
             max_model_len=max_model_len,
             has_state=has_state,
             speculative=speculative,
             num_tower_stages=num_tower_stages,
         )
-        self._runs_ahead = runs_ahead
+        self.runs_ahead = runs_ahead
         self.seconds_of = seconds_of
         self._in_flight: tuple[ScheduledBatch, StepOutput | None] | None = None
         self.batches: list[ScheduledBatch] = []
@@ -82,7 +110,7 @@ class SchedulerHarness:
     def add(self, request: GenerateRequest, seed: int = 0) -> None:
         """Queue a request; ``END_ID`` is the model's end."""
         ends = frozenset[int]() if request.params.ignore_eos else frozenset({END_ID})
-        self.scheduler.add(request, seed=seed, end_ids=ends)
+        self.scheduler.add(request, seed=seed, end_ids=ends, weights=self.weights)
         outputs: dict[int, list[int]] = {index: [] for index in range(request.params.n)}
         self.tracked[request.request_id] = Tracked(request, seed, outputs)
 
@@ -132,7 +160,7 @@ class SchedulerHarness:
 
     def _take_in(self, begun: tuple[ScheduledBatch, StepOutput | None] | None) -> None:
         ending = begun
-        if self._runs_ahead:
+        if self.runs_ahead:
             ending, self._in_flight = self._in_flight, begun
         if ending is None:
             return
@@ -145,17 +173,32 @@ class SchedulerHarness:
         for update in updates:
             self._hear(update)
 
+    def settle(self) -> None:
+        """Take in the step in flight, if there is one."""
+        self._take_in(None)
+
     def drain(self, limit: int = 3000) -> None:
         """Step until nothing is left; every sample must have ended, every block be free."""
         for _ in range(limit):
             if not self.scheduler.has_work() and self._in_flight is None:
                 break
-            assert self.step() is not None, "there is work, but nothing runs"
+            if self.step() is None:
+                assert self.complete(), "there is work, but nothing runs"
         assert not self.scheduler.has_work(), "it does not end"
         assert not self.tracked, "a sample was never reported as ended"
         stats = self.scheduler.stats()
         assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
         assert stats.num_free_blocks == self.num_blocks
+        if self.tiers is not None:
+            self.tiers.check_integrity([])
+
+    def complete(self) -> bool:
+        """Let stores return what they were asked for; False if no sequence waits for any."""
+        held_back = [store for store in self.stores if isinstance(store, DictStore)]
+        is_awaited = any(store.fetches for store in held_back)
+        for store in held_back:
+            store.complete()
+        return is_awaited
 
     def _check_batch(self, batch: ScheduledBatch) -> None:
         limit = max(self.config.max_num_batched_tokens or 1024, self.config.max_num_seqs)

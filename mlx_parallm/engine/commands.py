@@ -218,6 +218,11 @@ class Stop:
     """Leave the loop; requests still in flight are dropped."""
 
 
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Look for work: something has arrived that an engine waits for."""
+
+
 Command = Submit | Abort | Call | Stop
 
 

@@ -137,7 +137,7 @@ class EngineControl(AdapterControl):
             return count
         kept = await self._door.call(Pause())
         if clear_cache:
-            await self.reset_prefix_cache()
+            await self.reset_prefix_cache(reset_external=False)
         return count or kept
 
     async def resume(self) -> None:
@@ -147,9 +147,14 @@ class EngineControl(AdapterControl):
         self._pause = None
         await self._door.call(Resume())
 
-    async def reset_prefix_cache(self, *, reset_running: bool = False) -> None:
-        """Forget cached results and KV; ``reset_running`` also recomputes running requests."""
-        await self._door.call(ResetCaches(reset_running))
+    async def reset_prefix_cache(
+        self, *, reset_running: bool = False, reset_external: bool = True
+    ) -> None:
+        """Forget cached results and KV; ``reset_running`` also recomputes running requests.
+
+        ``reset_external``: also forget KV in host memory and on disk.
+        """
+        await self._door.call(ResetCaches(reset_running, reset_external))
 
     async def update_weights(
         self,

@@ -305,12 +305,13 @@ class ResetCaches(Change, LeavesNothing, EngineCommand[None]):
     """Forget what every model computed before; see ``ServedEngine.reset_cache``."""
 
     reset_running: bool
+    reset_external: bool = True
 
     def __call__(self, loop: LoopState) -> None:
         """Apply the command."""
         for engine in loop.engines.values():
             loop.deliver(engine.settle())
-            engine.reset_cache(reset_running=self.reset_running)
+            engine.reset_cache(reset_running=self.reset_running, reset_external=self.reset_external)
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,8 +419,9 @@ class SleepModels(Change, EngineCommand[None]):
 
     def __call__(self, loop: LoopState) -> None:
         """Apply the command."""
-        for model in loop.engines:
+        for model, engine in loop.engines.items():
             _forget_beside(loop, model)
+            engine.save()
         for live in _changeable(loop):
             live.sleep(self.level)
 

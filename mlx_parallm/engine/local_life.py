@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from typing_extensions import override
 
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.engine.commands import Command
+from mlx_parallm.engine.commands import Command, Wake
 from mlx_parallm.engine.kind import BuiltModel, StartedModel, TellProgress
 from mlx_parallm.engine.life import Deliver, EngineLife, OnLoaded
 from mlx_parallm.engine.loop import EngineLoop, StepClock
@@ -64,7 +64,7 @@ class LocalLife(EngineLife):
         self._families = MetricFamilies()
         self._clock = StepClock()
         self._state: EngineState | None = None
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Command | Wake] = queue.SimpleQueue()
         # The thread that loads, by its number.
         self._loading: int | None = None
 
@@ -113,6 +113,8 @@ class LocalLife(EngineLife):
         finally:
             for weights in live:
                 weights.end_hashing()
+            for engine in engines.values():
+                engine.close()
         # The models' memory is free once this returns.
         self._state = None
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from mlx_parallm.engine.commands import Abort, Call, Command, LoopState, Stop, Submit
+from mlx_parallm.engine.commands import Abort, Call, Command, LoopState, Stop, Submit, Wake
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.models import ServedEngine, WorkBeside
 from mlx_parallm.engine.turns import Turns
@@ -51,7 +51,7 @@ class EngineLoop(LoopState):
     def __init__(
         self,
         engines: MutableMapping[str, ServedEngine],
-        inbox: queue.SimpleQueue[Command],
+        inbox: queue.SimpleQueue[Command | Wake],
         deliver: Callable[[Sequence[Event]], None],
         *,
         families: MetricFamilies,
@@ -85,6 +85,8 @@ class EngineLoop(LoopState):
         self._inbox = inbox
         self._clock = clock or StepClock()
         self._turns = Turns(self.deliver, max_stall_s)
+        for engine in engines.values():
+            engine.wake_by(lambda: inbox.put(Wake()))
 
     def run(self) -> None:
         """Serve until ``Stop``."""
@@ -146,8 +148,11 @@ class EngineLoop(LoopState):
             self._apply(command)
             timeout = 0.0
 
-    def _apply(self, command: Submit | Abort | Call) -> None:
+    def _apply(self, command: Submit | Abort | Call | Wake) -> None:
         match command:
+            case Wake():
+                # The next round asks every engine.
+                pass
             case Submit():
                 self._submit(command)
             case Abort():

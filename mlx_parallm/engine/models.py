@@ -89,11 +89,27 @@ class ServedEngine(TurnTaker, Protocol):
         """Free the memory of the model, which has no requests."""
         ...
 
-    def reset_cache(self, *, reset_running: bool = False) -> None:
+    def reset_cache(self, *, reset_running: bool = False, reset_external: bool = True) -> None:
         """Forget what was computed before; ``reset_running`` recomputes what runs.
 
-        By default nothing is kept that depends on weights which change.
+        ``reset_external``: also forget what is kept outside of the device's memory. By default
+        nothing is kept that depends on weights which change.
         """
+
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called, on any thread, when something arrives that its work waits for.
+
+        By default work waits for commands only.
+        """
+
+    def save(self) -> None:
+        """Have all computed before saved outside of the device's memory, which is to be released.
+
+        No step may be in flight; running requests are computed anew. By default nothing is saved.
+        """
+
+    def close(self) -> None:
+        """End what it keeps outside of this thread: it takes no more steps."""
 
     def check_room(self, client: str, count: int) -> None:
         """Raise OverloadedError if the queue has no room; any thread may ask.

@@ -14,7 +14,8 @@ TARGET_SHARE = 0.9
 #: Share of a decode step that a batch beside streams may take, so that the time between their
 #: tokens does not double.
 BATCH_SHARE = 0.7
-#: STALL_WAIT_S: seconds to wait for a command when work exists but none can run.
+#: STALL_WAIT_S: seconds to wait for a command when work exists but none can run, and what it waits
+#: for does not wake the loop.
 STALL_WAIT_S = 0.01
 
 
@@ -85,6 +86,10 @@ class TurnTaker(Protocol):
     def settle(self) -> Sequence[Event]:
         """End the step in flight, if there is one; return its events."""
         return ()
+
+    def stalled_s(self) -> float:
+        """Return the seconds to wait for a command when it has work but no step could run."""
+        return STALL_WAIT_S
 
     def prepare(self) -> bool:
         """Run a step that makes later ones faster; False if there is none.
@@ -178,6 +183,5 @@ def _wait_s(
     streams: Sequence[TurnTaker], others: Sequence[TurnTaker], *, is_stalled: bool
 ) -> float | None:
     waits = [taker.ready_in_s() for taker in others if taker.has_work()]
-    if any(taker.has_work() for taker in streams):
-        waits.append(STALL_WAIT_S if is_stalled else 0.0)
+    waits += [taker.stalled_s() if is_stalled else 0.0 for taker in streams if taker.has_work()]
     return min(waits, default=None)

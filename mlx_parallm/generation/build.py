@@ -22,8 +22,9 @@ from mlx_parallm.generation.device_runner import DeviceRunner
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kind import GenerationKind
 from mlx_parallm.generation.kv_cache.budget import KVShare, most_bytes, report_cut, share_budget
-from mlx_parallm.generation.kv_cache.disk.folder import check_kv_folder
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.kv_cache.opening import open_tiers
+from mlx_parallm.generation.kv_cache.tiers import Tiers
 from mlx_parallm.generation.metrics import EngineMetrics, GenerationFamilies
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
@@ -73,6 +74,19 @@ CPU_BATCH_SIZE = 4
 
 
 @dataclass(frozen=True, slots=True)
+class _Draft:
+    """A draft model in memory.
+
+    Attributes:
+        plan: its weights.
+        seen: its folder before its weights were read.
+    """
+
+    plan: GenerationPlan
+    seen: SeenFolder
+
+
+@dataclass(frozen=True, slots=True)
 class _Loaded:
     """A model in memory, before it has any KV.
 
@@ -83,7 +97,7 @@ class _Loaded:
         plan: its weights.
         contents: finds those of its folder, and of later ones.
         seen: its folder before its weights were read.
-        draft: the plan of its draft model; None if it has none.
+        draft: its draft model; None if it has none.
     """
 
     folder: ModelFolder
@@ -92,7 +106,7 @@ class _Loaded:
     plan: GenerationPlan
     contents: FolderContents
     seen: SeenFolder
-    draft: GenerationPlan | None = None
+    draft: _Draft | None = None
 
     @property
     def name(self) -> str:
@@ -107,7 +121,7 @@ class _Loaded:
     @property
     def weight_bytes(self) -> int:
         """Return the size of the weights of the model and its draft model."""
-        return self.plan.weight_bytes + (self.draft.weight_bytes if self.draft else 0)
+        return self.plan.weight_bytes + (self.draft.plan.weight_bytes if self.draft else 0)
 
 
 class GenerationBuilder(GenerationKind, KindBuilder):
@@ -129,8 +143,6 @@ class GenerationBuilder(GenerationKind, KindBuilder):
 
     def build(self, models: Collection[ModelFolder], context: BuildContext) -> list[BuiltModel]:
         """Load models and share one byte budget of KV among them; see ``KindBuilder``."""
-        if context.settings.cache.kv_disk is not None:
-            check_kv_folder(context.settings.cache.kv_disk)
         shared = _load_all(models, context)
         for _, share in shared:
             logger.info("%s: %s", share.name, share)
@@ -278,11 +290,11 @@ def _with_draft(loaded: _Loaded, source: str, context: BuildContext) -> _Loaded:
         # The setting's name says that the problem is not one of the served model.
         raise type(problem)(f"--speculative-config: draft model: {problem}") from problem
     # A block of the budget has KV of both models, of equally many tokens.
-    kv = replace(loaded.kv, block_bytes=loaded.kv.block_bytes + draft.kv.block_bytes)
+    kv = replace(loaded.kv, block_bytes=loaded.kv.block_bytes + draft.plan.kv.block_bytes)
     return replace(loaded, draft=draft, kv=kv)
 
 
-def _load_draft(source: str, target: _Loaded, context: BuildContext) -> GenerationPlan:
+def _load_draft(source: str, target: _Loaded, context: BuildContext) -> _Draft:
     """Load a draft model for ``target``.
 
     Raises:
@@ -298,13 +310,18 @@ def _load_draft(source: str, target: _Loaded, context: BuildContext) -> Generati
             f"{source} has other tokens than {target.name}; both need the same vocabulary."
         )
     config = replace(config, kv_cache_dtype=model.kv_cache_dtype)
+    contents = FolderContents(user_memory())
+    seen = contents.see(path)
     plan = _read(config, path, target.draft_name, context)
+    seen = contents.confirm(seen)
     if plan.kv.max_model_len < target.kv.max_model_len and learned_positions(plan.model_config):
         raise ConfigError(
             f"{source} has vectors for {plan.kv.max_model_len} positions; {target.name} reads "
             f"{target.kv.max_model_len} tokens (--max-model-len)."
         )
-    return plan
+    if context.settings.cache.has_stores:
+        contents.hash(seen)
+    return _Draft(plan, seen)
 
 
 def speculative_for(
@@ -367,7 +384,7 @@ def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltMo
 
 def _identity(loaded: _Loaded, plan: GenerationPlan, ranks: Ranks | None) -> Identity:
     """Return what decides the KV of a model besides its weights."""
-    info = plan.info
+    info, draft = plan.info, loaded.draft
     assert info is not None
     return Identity(
         config=plan.model_config,
@@ -379,6 +396,7 @@ def _identity(loaded: _Loaded, plan: GenerationPlan, ranks: Ranks | None) -> Ide
             "is_cast": plan.choices.is_cast,
             "kernels": plan.choices.kernels,
             "adapts_by_kernel": plan.choices.adapts_by_kernel,
+            "draft": None if draft is None else (draft.plan.model_config, draft.seen.code),
         },
         dtype=info.dtype,
         kv_dtype=info.kv_cache_dtype,
@@ -411,9 +429,12 @@ def _engine(
 ) -> GenerationEngine:
     settings, info, name = context.settings, runner.info, loaded.name
     has_prefix_cache = settings.cache.enable_prefix_caching and not info.has_state
+    tiers = _open_tiers(loaded, identity, context) if has_prefix_cache else None
     scheduler = Scheduler(
         with_token_budget(settings.scheduler, backend_name()),
-        KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=has_prefix_cache),
+        KVCacheManager(
+            info.num_blocks, info.block_size, enable_prefix_caching=has_prefix_cache, tiers=tiers
+        ),
         max_model_len=info.max_model_len,
         has_state=info.has_state,
         speculative=speculative_for(settings.speculative, info, name),
@@ -448,10 +469,21 @@ def _engine(
         loaded.tokenizer,
         EngineMetrics(context.families, name, info),
         live=live,
+        tiers=tiers,
         grammars=grammars,
         warm_up=warm_up,
         seed=settings.seed,
         tracer=context.tracer,
+    )
+
+
+def _open_tiers(loaded: _Loaded, identity: Identity, context: BuildContext) -> Tiers | None:
+    return open_tiers(
+        context.settings.cache,
+        owner=identity.digest,
+        block_bytes=loaded.kv.block_bytes,
+        num_models=len(context.settings.models),
+        draft=None if loaded.draft is None else loaded.draft.seen,
     )
 
 

@@ -19,8 +19,9 @@ from typing_extensions import override
 from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.models import QueueLoad, ServedEngine
 from mlx_parallm.engine.policies import Policies
-from mlx_parallm.engine.turns import TurnClass
+from mlx_parallm.engine.turns import STALL_WAIT_S, TurnClass
 from mlx_parallm.generation.admission import check_request
+from mlx_parallm.generation.kv_cache.tiers import Tiers
 from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.model import Grammars, Tokenizer
 from mlx_parallm.generation.output_processor import OutputProcessor
@@ -30,7 +31,15 @@ from mlx_parallm.generation.scheduler.updates import SchedulerStats, SequenceUpd
 from mlx_parallm.types.errors import OverloadedError, StepError
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.request import GenerateRequest
-from mlx_parallm.types.step import NoTracer, Phase, Runner, ScheduledBatch, StepInFlight, StepTracer
+from mlx_parallm.types.step import (
+    NoTracer,
+    Phase,
+    Runner,
+    ScheduledBatch,
+    StepInFlight,
+    StepOutput,
+    StepTracer,
+)
 
 if TYPE_CHECKING:
     from mlx_parallm.worker.generation.warm_up import WarmUp
@@ -39,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# SAVE_S: seconds that saving takes at most when the device's memory is to be released.
+SAVE_S = 5.0
 # NUM_STEPS: latest decode steps whose median predicts the next one.
 NUM_STEPS = 9
 
@@ -92,6 +103,7 @@ class GenerationEngine(ServedEngine):
         metrics: EngineMetrics,
         *,
         live: LiveWeights | None = None,
+        tiers: Tiers | None = None,
         grammars: Grammars | None = None,
         warm_up: WarmUp | None = None,
         seed: int = 0,
@@ -105,6 +117,7 @@ class GenerationEngine(ServedEngine):
             token_id for token_id in tokenizer.eos_ids if 0 <= token_id < self.info.vocab_size
         )
         self.live = live
+        self._tiers = tiers
         self.grammars = grammars
         if live is None:
             self.policies = Policies(model="", users=scheduler)
@@ -237,14 +250,54 @@ class GenerationEngine(ServedEngine):
         return self._publish(updates)
 
     @override
-    def reset_cache(self, *, reset_running: bool = False) -> None:
+    def reset_cache(self, *, reset_running: bool = False, reset_external: bool = True) -> None:
         self._scheduler.reset_prefix_cache(reset_running=reset_running)
+        if self._tiers is not None and reset_external:
+            self._tiers.clear()
 
     @override
     def release(self) -> None:
         """Its arrays are freed with this object."""
         if self.live is not None:
             self.live.end_hashing()
+        self.close()
+
+    @override
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        if self._tiers is not None:
+            self._tiers.wake_by(wake)
+
+    @override
+    def stalled_s(self) -> float:
+        """Blocks that are read wake the loop; a read that is late does not."""
+        due_in_s = None if self._tiers is None else self._tiers.fetches.due_in_s
+        return STALL_WAIT_S if due_in_s is None else max(STALL_WAIT_S, due_in_s)
+
+    @override
+    def save(self) -> None:
+        if self._tiers is None:
+            return
+        self._scheduler.recompute_running()
+        self._save_all()
+
+    @override
+    def close(self) -> None:
+        if self._tiers is not None:
+            self._save_all()
+            self._tiers.close()
+
+    def _save_all(self) -> None:
+        """Save what waits to be saved, as far as that takes a short time."""
+        until_s = time.monotonic() + SAVE_S
+        updates: list[SequenceUpdate] = []
+        while (batch := self._scheduler.schedule_saves()) and time.monotonic() < until_s:
+            output = self._attempt(batch, partial(self._run, batch), updates)
+            if output is None:
+                return
+            self._scheduler.update(batch, output)
+
+    def _run(self, batch: ScheduledBatch) -> StepOutput:
+        return self._runner.submit(batch).wait()
 
     def step(self, within_s: float | None = None) -> list[GenerateEvent] | None:
         """Begin a batch, end one, and return the events of the latter; None if nothing could run.

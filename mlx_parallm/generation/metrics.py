@@ -188,7 +188,8 @@ class EngineMetrics:
     def on_schedule(self, started: Iterable[str], batch: ScheduledBatch) -> None:
         """Note a batch about to run; ``started`` are the requests in it for the first time."""
         now = self._clock()
-        self._iteration.observe(batch.num_tokens)
+        if batch.sequences:
+            self._iteration.observe(batch.num_tokens)
         for request_id in started:
             times = self._times.get(request_id)
             if times is not None:

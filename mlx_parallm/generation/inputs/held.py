@@ -65,9 +65,10 @@ class HeldInputs:
             if slot is not None:
                 self.slots[self._key(source)] = slot
 
-    def is_blocked(self, start: int) -> bool:
-        """Return True if the row at position ``start`` needs a product that is not computed."""
-        slots = (self.slots.get(self._key(source)) for _, source in self._needed(start, start + 1))
+    def is_awaited(self, position: int) -> bool:
+        """See ``Arrival``: the row needs a product that is not computed."""
+        needed = self._needed(position, position + 1)
+        slots = (self.slots.get(self._key(source)) for _, source in needed)
         return any(slot is None or not self.cache.is_ready(slot) for slot in slots)
 
     def rows(self, start: int, stop: int) -> tuple[InputRows, ...]:

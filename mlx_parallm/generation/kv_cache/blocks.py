@@ -99,17 +99,26 @@ class BlockPool:
 
 
 class BlockTable:
-    """Block ids, the contents of its leading full blocks, and the ids as a tuple, made once.
+    """Block ids, the chain of hashes of its leading full blocks, and the ids as a tuple, made once.
 
+    The content of a block is ``root``, or ``lasting_root`` where contents outlive the process,
+    followed by its hash. ``lasting_root`` is None if no store may have the blocks.
     ``generation`` is the one of the prefix cache when the sequence began: what it computes becomes
     cached only in that, and never after ``KVCacheManager.withhold``. ``num_drafted``: leading
     blocks noted as computed by a draft model. ``inputs``: what positions mean that are no tokens.
     """
 
-    def __init__(self, root: bytes, generation: int, inputs: PromptInputs = NO_INPUTS) -> None:
+    def __init__(
+        self,
+        root: bytes,
+        generation: int,
+        inputs: PromptInputs = NO_INPUTS,
+        lasting_root: bytes | None = None,
+    ) -> None:
         self.blocks: list[int] = []
         self.hashes: list[bytes] = []
         self.root = root
+        self.lasting_root = lasting_root
         self.generation = generation
         self.inputs = inputs
         self.num_drafted = 0
@@ -117,8 +126,8 @@ class BlockTable:
 
     @property
     def parent(self) -> bytes:
-        """The hash that the next full block follows."""
-        return self.hashes[-1] if self.hashes else self.root
+        """The hash that the next full block follows; empty if there is none."""
+        return self.hashes[-1] if self.hashes else b""
 
     def append(self, blocks: list[int]) -> None:
         """Add blocks at the end."""

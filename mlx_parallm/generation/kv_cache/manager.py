@@ -7,6 +7,9 @@ from contextlib import contextmanager
 
 from mlx_parallm.generation.inputs.prompt_inputs import NO_INPUTS, PromptInputs
 from mlx_parallm.generation.kv_cache.blocks import BlockPool, BlockTable
+from mlx_parallm.generation.kv_cache.fetches import Run
+from mlx_parallm.generation.kv_cache.saves import Save
+from mlx_parallm.generation.kv_cache.tiers import Tiers
 from mlx_parallm.types.content import block_hash, root_hash
 
 # UNFINDABLE: a table with this generation is in no generation of the prefix cache.
@@ -14,13 +17,26 @@ UNFINDABLE = -1
 
 
 class KVCacheManager:
-    """Every operation either happens whole or changes nothing."""
+    """Every operation either happens whole or changes nothing.
+
+    Attributes:
+        block_size: tokens per block.
+        enable_prefix_caching: whether equal prefixes share blocks.
+        tiers: the stores below the pool; None if there are none.
+    """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        tiers: Tiers | None = None,
     ) -> None:
+        assert enable_prefix_caching or tiers is None, "stores need a prefix cache"
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.tiers = tiers
         self._pool = BlockPool(num_blocks)
         self._generation = 0
 
@@ -50,23 +66,26 @@ class KVCacheManager:
         *,
         use_cache: bool,
         inputs: PromptInputs = NO_INPUTS,
+        lasting_salt: bytes | None = None,
     ) -> BlockTable:
         """Return a table that begins with the cached blocks of the longest known prefix.
 
         At least one token is left to compute, since its logits are needed. The prefix ends where
-        rows of ``inputs`` may be cut.
+        rows of ``inputs`` may be cut. ``lasting_salt`` is ``salt`` as every process has it; None if
+        no store may have the blocks.
         """
-        table = BlockTable(root_hash(salt), self._generation, inputs)
+        lasting_root = None if lasting_salt is None else root_hash(lasting_salt)
+        table = BlockTable(root_hash(salt), self._generation, inputs, lasting_root)
         if not (use_cache and self.enable_prefix_caching):
             return table
         matched: list[int] = []
         for first in range(0, len(token_ids) - self.block_size, self.block_size):
-            content = self._content(table, token_ids, first)
-            block = self._pool.find(content)
+            link = self._hash(table, token_ids, first)
+            block = self._pool.find(table.root + link)
             if block is None:
                 break
             matched.append(block)
-            table.hashes.append(content)
+            table.hashes.append(link)
         while matched:
             num_whole = inputs.cut(0, len(matched) * self.block_size) // self.block_size
             if num_whole == len(matched):
@@ -82,11 +101,18 @@ class KVCacheManager:
         missing = self.blocks_for(num_tokens) - len(table.blocks)
         if missing <= 0:
             return True
-        blocks = self._pool.allocate(missing)
+        blocks = self._allocate(missing)
         if blocks is None:
             return False
         table.append(blocks)
         return True
+
+    def _allocate(self, count: int) -> list[int] | None:
+        """Own blocks; those that stores are to get are read before the next step."""
+        blocks = self._pool.allocate(count)
+        if blocks and self.tiers is not None:
+            self.tiers.saves.leave(blocks)
+        return blocks
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         """Make the full blocks among ``num_computed`` computed tokens findable by content.
@@ -98,14 +124,62 @@ class KVCacheManager:
             return
         size = self.block_size
         for index in range(len(table.hashes), num_computed // size):
-            content = self._content(table, token_ids, index * size)
-            table.hashes.append(content)
-            self._pool.set_content(table.blocks[index], content)
+            link = self._hash(table, token_ids, index * size)
+            table.hashes.append(link)
+            self._pool.set_content(table.blocks[index], table.root + link)
 
-    def _content(self, table: BlockTable, token_ids: Sequence[int], start: int) -> bytes:
-        """Return the content address of the table's next full block, which begins at ``start``."""
+    def _hash(
+        self, table: BlockTable, token_ids: Sequence[int], start: int, parent: bytes | None = None
+    ) -> bytes:
+        """Return the hash of a full block that begins at ``start``.
+
+        It follows ``parent``, or the last hash of the table.
+        """
         stop = start + self.block_size
-        return block_hash(table.parent, token_ids[start:stop], table.inputs.block_key(start, stop))
+        key = table.inputs.block_key(start, stop)
+        return block_hash(table.parent if parent is None else parent, token_ids[start:stop], key)
+
+    def find_stored(self, table: BlockTable, token_ids: Sequence[int]) -> Sequence[Run]:
+        """Return what stores have of the chain behind a table's blocks; nothing if it is short.
+
+        It ends as a cached prefix does, see ``new_table``.
+        """
+        size, first, root = self.block_size, len(table.hashes), table.lasting_root
+        starts = range(first * size, len(token_ids) - size, size)
+        tiers = self.tiers
+        if tiers is None or root is None or len(starts) < tiers.min_fetched:
+            return ()
+        contents = [self.next_content(table, token_ids)]
+        # Most prompts are new, as the first block says.
+        if not tiers.find(contents):
+            return ()
+        link = contents[0].removeprefix(root)
+        for start in starts[1:]:
+            link = self._hash(table, token_ids, start, link)
+            contents.append(root + link)
+        tiers.use([root + link for link in table.hashes])
+        runs = tiers.find(contents)
+        num_found = sum(len(run.contents) for run in runs)
+        num_whole = table.inputs.cut(0, (first + num_found) * size) // size - first
+        if num_whole < tiers.min_fetched:
+            return ()
+        return runs if num_whole == num_found else tiers.find(contents[:num_whole])
+
+    def next_content(self, table: BlockTable, token_ids: Sequence[int]) -> bytes:
+        """Return the content, in stores, of the full block that follows a table's."""
+        assert table.lasting_root is not None, "no store has such blocks"
+        start = len(table.hashes) * self.block_size
+        return table.lasting_root + self._hash(table, token_ids, start)
+
+    def filled_block(self, table: BlockTable, num_tokens: int, *, is_drafted: bool) -> int:
+        """Return the block of the last of ``num_tokens`` tokens, which is filled before a step.
+
+        ``is_drafted``: a draft model's KV of it is filled too.
+        """
+        block = table.blocks[num_tokens // self.block_size - 1]
+        if is_drafted:
+            self._pool.drafted.add(block)
+        return block
 
     def withhold(self, table: BlockTable) -> None:
         """Keep what this table computes from now on out of the prefix cache."""
@@ -137,21 +211,42 @@ class KVCacheManager:
         """
         num_full, rest = divmod(num_tokens, self.block_size)
         assert self.blocks_for(num_tokens) <= len(table.blocks), "a fork of tokens without a block"
-        own = self._pool.allocate(1 if rest else 0)
+        own = self._allocate(1 if rest else 0)
         if own is None:
             return None
-        child = BlockTable(table.root, table.generation, table.inputs)
+        child = BlockTable(table.root, table.generation, table.inputs, table.lasting_root)
         for block in table.blocks[:num_full]:
             self._pool.share(block)
         child.append([*table.blocks[:num_full], *own])
         child.hashes = table.hashes[:num_full]
         return child, ((table.blocks[num_full], own[0]) if own else None)
 
-    def free(self, table: BlockTable) -> None:
-        """Release every block; the last ones first, so that they are evicted first."""
+    def free(self, table: BlockTable, *, is_saved: bool = True) -> None:
+        """Release every block; the last ones first, so that they are evicted first.
+
+        ``is_saved``: stores get what they lack of them.
+        """
+        if is_saved and self.tiers is not None and table.lasting_root is not None:
+            self._queue_saves(table, table.lasting_root, self.tiers)
         for block in reversed(table.blocks):
             self._pool.release(block)
         table.clear()
+
+    def _queue_saves(self, table: BlockTable, root: bytes, tiers: Tiers) -> None:
+        """Have stores get what they lack of a table's cached blocks, if it is worth it."""
+        if len(table.hashes) < tiers.min_saved:
+            return
+        contents = [root + link for link in table.hashes]
+        tiers.use(contents)
+        parent = b""
+        for link, content in zip(table.hashes, contents, strict=True):
+            if tiers.lacks(content):
+                block = self._pool.find(table.root + link)
+                if block is None:
+                    return
+                is_drafted = block in self._pool.drafted
+                tiers.saves.add(Save(block, content, parent, is_drafted))
+            parent = content
 
     @contextmanager
     def borrowed_block(self) -> Generator[int | None]:
@@ -160,6 +255,9 @@ class KVCacheManager:
         The least recently used cached block is evicted only if no block is free.
         """
         blocks = self._pool.allocate(1)
+        if blocks and self.tiers is not None:
+            # It may be written to at once.
+            self.tiers.saves.forget(blocks)
         try:
             yield blocks[0] if blocks else None
         finally:
@@ -167,9 +265,14 @@ class KVCacheManager:
                 self._pool.release(block)
 
     def reset_prefix_cache(self) -> None:
-        """Let no later sequence find what was computed before, or is by those that run now."""
+        """Let no later sequence find in the pool what was computed before, or is by those that run.
+
+        What stores have stays; what they were to get of the pool is forgotten.
+        """
         self._pool.clear_cache()
         self._generation += 1
+        if self.tiers is not None:
+            self.tiers.saves.clear()
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
         """Assert that every block is free, cached or owned, exactly once."""

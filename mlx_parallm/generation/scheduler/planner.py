@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.engine.turns import TARGET_SHARE
 from mlx_parallm.generation.inputs.runs import StageAllowance
+from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.restore import Restorer
 from mlx_parallm.generation.scheduler.running import ClientShares, RunningSet
-from mlx_parallm.generation.scheduler.sequence import Sequence
+from mlx_parallm.generation.scheduler.sequence import RequestGroup, Sequence
 from mlx_parallm.generation.scheduler.speculating import Speculator
 from mlx_parallm.generation.scheduler.step_cost import (
     MIN_CHUNK,
@@ -74,6 +76,7 @@ class Planner:
         self._running = running
         self._speculator = speculator
         self._shares = ClientShares(waiting, running)
+        self._restorer = None if kv.tiers is None else Restorer(kv, kv.tiers, running)
         self._max_model_len = max_model_len
         self._has_state = has_state
         self.prefix_queries = 0
@@ -84,6 +87,7 @@ class Planner:
         """Return the next step: decode rows, then chunks of running prompts, then admissions."""
         plan = StepPlan(self.token_budget)
         self._running.input_runs.settle()
+        self._fill(plan)
         if self._running.adapters.blocked:
             # A sequence whose client is at its limit waits for the client, not for an adapter.
             heads = filter(self._running.allows_client, self._waiting.heads())
@@ -109,6 +113,10 @@ class Planner:
         if self._speculator is not None:
             self._speculator.plan_drafts(plan, len(self._running))
         return plan
+
+    def _fill(self, plan: StepPlan) -> None:
+        if self._restorer is not None:
+            self._restorer.fill(plan, self._make_room)
 
     def _preempt_for_shares(self) -> None:
         """Preempt sequences beyond their client's share while other clients wait for theirs."""
@@ -215,9 +223,14 @@ class Planner:
             moves: what was moved and computed before it.
             seconds: that it took.
         """
-        if self.cost is None or moves.saved or moves.filled:
+        tiers = self._kv.tiers
+        if (self.cost is None and tiers is None) or moves.saved or moves.filled:
             return
         work = StepWork.of(rows)
+        if tiers is not None and work.prefill_tokens >= MIN_CHUNK and not moves.stages:
+            tiers.fetches.computing.observe(work.prefill_tokens, seconds)
+        if self.cost is None:
+            return
         if moves.tokens:
             rows_s = self.cost.predict(work)
             self.stage_cost.observe(moves.tokens, moves.begun_tokens, seconds, rows_s)
@@ -266,9 +279,7 @@ class Planner:
     def _has_prompts(self) -> bool:
         """Return True if there are prompts that could be prefilled now."""
         return len(self._waiting) > 0 or any(
-            sequence.held is None or not sequence.held.is_blocked(sequence.num_computed)
-            for sequence in self._running
-            if sequence.num_remaining > 1
+            sequence.num_remaining > 1 and not sequence.is_blocked for sequence in self._running
         )
 
     def _allowance(self, plan: StepPlan) -> PrefillAllowance:
@@ -311,9 +322,12 @@ class Planner:
 
         They are at most ``limit``, unless they begin with rows that must not be cut; they end
         before an input that is not computed. Fewer than a block of tokens wait for it beside decode
-        rows: a step of these alone is shorter, and the prefix cache keeps whole blocks only.
+        rows: a step of these alone is shorter, and the prefix cache keeps whole blocks only. None
+        run before blocks that stores had are filled.
         """
         inputs, held = sequence.group.inputs, sequence.held
+        if sequence.arrived:
+            return 0
         if not inputs or limit <= 0:
             return limit
         if held is None:  # a better sequence preempted it
@@ -333,15 +347,27 @@ class Planner:
         """Start waiting sequences while there are slots, blocks for their prompts, and budget."""
         while self._running.num_free_slots and plan.room() > 0 and not plan.has_preempted:
             sequence = self._waiting.peek(self._may_start, self._shares.is_owed)
-            if sequence is None or not self._try_start(sequence):
+            if sequence is None:
                 return
+            if not self._try_start(sequence):
+                if sequence.is_blocked:
+                    # Its blocks are being read; others may go.
+                    continue
+                return
+            self._fill(plan)
             self._add_chunk(sequence, chunk, plan)
-            if sequence.num_remaining == 1:  # all but the last prompt token was cached
+            if sequence.num_remaining == 1 and not sequence.arrived:
+                # All but the last prompt token was cached.
                 self._fork_followers(sequence, plan)
 
     def _may_start(self, sequence: Sequence) -> bool:
         """Return True if a slot and its adapter are free and no step in flight samples for it."""
-        return not sequence.num_pending and self._running.may_start(sequence)
+        # Sequences whose blocks are being read keep slots free.
+        reserved = 0
+        if self._restorer is not None and sequence.fetch is None:
+            reserved = self._restorer.num_reserved
+        has_slot = self._running.num_free_slots > reserved
+        return has_slot and not sequence.num_pending and self._running.may_start(sequence)
 
     def _try_start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence a slot and its cached prefix, if its whole prompt has room.
@@ -359,19 +385,38 @@ class Planner:
             known = known[: reusable + 1]
         is_cached = sequence.group.weights.is_cached
         use_cache = use_cache and is_cached
-        group = sequence.group
-        table = self._kv.new_table(known, group.salt, use_cache=use_cache, inputs=group.inputs)
+        table = self._new_table(sequence.group, known, use_cache=use_cache)
         if not is_cached:
             self._kv.withhold(table)
+        if (
+            use_cache
+            and self._restorer is not None
+            and self._restorer.reads(sequence, table, known)
+        ):
+            self._kv.free(table, is_saved=False)
+            return False
         missing = self._kv.blocks_for(len(sequence.token_ids)) - len(table.blocks)
         if missing > self._count_spare():
-            self._kv.free(table)
+            self._kv.free(table, is_saved=False)
             sequence.blocked_at = available
             return False
         self._waiting.admit(sequence)
         self._running.start(sequence, table, len(table.blocks) * self._kv.block_size)
+        if self._restorer is not None:
+            self._restorer.take(sequence, known)
         self._count_prefix(sequence, use_cache=use_cache)
         return True
+
+    def _new_table(self, group: RequestGroup, known: list[int], *, use_cache: bool) -> BlockTable:
+        """Return a table with the cached blocks of a request's tokens."""
+        tiers = self._kv.tiers
+        return self._kv.new_table(
+            known,
+            group.salt,
+            use_cache=use_cache,
+            inputs=group.inputs,
+            lasting_salt=None if tiers is None else tiers.salt(group.lasting_salt),
+        )
 
     def _count_spare(self) -> int:
         """Return the number of free blocks that running prompts do not still need."""
@@ -386,7 +431,8 @@ class Planner:
             self.prefix_queries += len(sequence.token_ids)
             self.prefix_hits += sequence.num_computed
         if sequence.group.num_cached_tokens is None:
-            sequence.group.num_cached_tokens = sequence.num_computed
+            num_stored = len(sequence.arrived) * self._kv.block_size
+            sequence.group.num_cached_tokens = sequence.num_computed + num_stored
 
     def _fork_followers(self, leader: Sequence, plan: StepPlan) -> None:
         """Fork samples from the leader that has computed all but the last prompt token."""

@@ -185,6 +185,7 @@ class RunningSet:
         group = sequence.group
         if group.inputs:
             sequence.held = HeldInputs(self.inputs, group.inputs, group.salt)
+            sequence.arrivals.append(sequence.held)
 
     def stop(self, sequence: Sequence) -> None:
         """Stop a sequence: free its slot and blocks; full blocks stay in the prefix cache."""
@@ -199,8 +200,20 @@ class RunningSet:
         sequence.table, sequence.slot, sequence.num_computed = None, None, 0
         if sequence.held is not None:
             sequence.held.release()
+            sequence.arrivals.remove(sequence.held)
             sequence.held = None
+        self.end_fetch(sequence)
         self.leave_adapter(sequence)
+
+    def end_fetch(self, sequence: Sequence) -> None:
+        """Release the chain that was read for a sequence, and what is not filled of it."""
+        if sequence.fetch is not None:
+            assert self._kv.tiers is not None, "only stores are read"
+            self._kv.tiers.fetches.release(sequence.fetch)
+            if sequence.fetch in sequence.arrivals:
+                sequence.arrivals.remove(sequence.fetch)
+            sequence.fetch = None
+            sequence.arrived.clear()
 
     def take_adapter(self, sequence: Sequence) -> bool:
         """Acquire the slot of a sequence's adapter; return False if none is free."""

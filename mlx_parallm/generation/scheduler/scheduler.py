@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import count
 
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
 from mlx_parallm.engine.adapter_slots import AdapterSlots
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.planner import Planner
+from mlx_parallm.generation.scheduler.restore import ALONE_BLOCKS
 from mlx_parallm.generation.scheduler.running import LiveRequests, RunningSet
 from mlx_parallm.generation.scheduler.sequence import RequestGroup, RowInFlight, Sequence
 from mlx_parallm.generation.scheduler.speculating import Speculator
+from mlx_parallm.generation.scheduler.step_plan import StepPlan
 from mlx_parallm.generation.scheduler.updates import (
     SchedulerStats,
     SequenceUpdate,
@@ -21,7 +24,14 @@ from mlx_parallm.generation.scheduler.waiting import WaitingQueue
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.types.events import FinishReason
 from mlx_parallm.types.request import GenerateRequest, PolicyWeights
-from mlx_parallm.types.step import SampledToken, ScheduledBatch, ScheduledSequence, StepOutput
+from mlx_parallm.types.step import (
+    PIECE_BLOCKS,
+    Moves,
+    SampledToken,
+    ScheduledBatch,
+    ScheduledSequence,
+    StepOutput,
+)
 
 
 class Scheduler:
@@ -131,8 +141,14 @@ class Scheduler:
         self._planner.observe(rows, batch.moves, seconds)
 
     def has_work(self) -> bool:
-        """Return True if any request has not ended."""
-        return bool(self._live.groups)
+        """Return True if any request has not ended, or blocks are to be saved."""
+        return bool(self._live.groups) or self.has_saves
+
+    @property
+    def has_saves(self) -> bool:
+        """Return True if blocks are to be saved, and stores take them now."""
+        tiers = self._kv.tiers
+        return tiers is not None and len(tiers.saves) > 0 and not tiers.is_busy
 
     def has_request(self, request_id: str) -> bool:
         """Return True if this request has not ended."""
@@ -157,7 +173,7 @@ class Scheduler:
         self._planner.preempt_all()
 
     def reset_prefix_cache(self, *, reset_running: bool) -> None:
-        """Empty the prefix cache.
+        """Empty the prefix cache in the pool; stores keep what they have.
 
         ``reset_running``: running sequences are preempted and computed anew.
         """
@@ -165,6 +181,23 @@ class Scheduler:
             self.recompute_running()
         self._kv.reset_prefix_cache()
         self._running.inputs.clear()
+
+    def schedule_saves(self) -> ScheduledBatch | None:
+        """Return a batch that only saves blocks for stores; None if none may be saved now."""
+        saved = self._take_saves(ALONE_BLOCKS)
+        if not saved:
+            return None
+        step_id = next(self._steps)
+        self._in_flight[step_id] = {}
+        return ScheduledBatch(step_id=step_id, sequences=(), moves=Moves(saved=saved))
+
+    def _take_saves(self, limit: int) -> tuple[tuple[int, bytes], ...]:
+        """Return blocks to be saved before the next step; only those that leave if stores are busy.
+
+        ``limit`` is the most, but for those that leave.
+        """
+        tiers = self._kv.tiers
+        return () if tiers is None else tuple(tiers.saves.take(0 if tiers.is_busy else limit))
 
     def borrowed_block(self) -> AbstractContextManager[int | None]:
         """Return a context that holds a KV block; see ``KVCacheManager.borrowed_block``."""
@@ -185,7 +218,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return how full the scheduler is, and its counters."""
-        inputs = self._running.inputs
+        inputs, tiers = self._running.inputs, self._kv.tiers
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=self._live.num_waiting,
@@ -199,12 +232,16 @@ class Scheduler:
             images_computed=self._running.input_runs.num_images_computed,
             images_found=inputs.num_images_found,
             input_bytes=inputs.used_bytes,
+            tiers=None if tiers is None else tiers.stats(self._kv.block_size),
         )
 
     def check_integrity(self) -> None:
         """Assert that blocks and slots are accounted for; for tests and idle moments."""
         self._running.check_integrity()
         self._live.check_integrity()
+        if self._kv.tiers is not None:
+            fetches = (sequence.fetch for sequence in self._live.by_id.values())
+            self._kv.tiers.check_integrity([each for each in fetches if each is not None])
 
     def schedule(self) -> ScheduledBatch | None:
         """Return the next step; None if nothing can run.
@@ -218,8 +255,8 @@ class Scheduler:
         the token budget. When blocks run out the worst sequence is preempted, never a better one.
         """
         plan = self._planner.plan()
-        if not plan.num_tokens:
-            return None
+        if not plan.num_tokens and not plan.filled:
+            return self.schedule_saves()
         for sequence in plan.num_tokens:
             if not sequence.group.has_started:
                 sequence.group.has_started = True
@@ -232,7 +269,7 @@ class Scheduler:
         ended, self._ended = tuple(self._ended), []
         self._in_flight[step_id] = {
             sequence.seq_id: RowInFlight(sequence.group, sequence.blocks, sequence.content)
-            for sequence, _ in rows
+            for sequence in (*plan.num_tokens, *plan.filling)
         }
         return ScheduledBatch(
             step_id=step_id,
@@ -252,8 +289,18 @@ class Scheduler:
                 for sequence, _ in rows
                 if sequence.adapter is not None
             },
-            moves=self._running.input_runs.take_moves(),
+            moves=self._moves(plan),
         )
+
+    def _moves(self, plan: StepPlan) -> Moves:
+        """Return what is moved and computed before a step."""
+        # Saves keep up with prefill.
+        num_computed = sum(plan.num_tokens.values()) // self._kv.block_size
+        saved = self._take_saves(max(PIECE_BLOCKS, num_computed))
+        moves = self._running.input_runs.take_moves()
+        if not (saved or plan.filled):
+            return moves
+        return replace(moves, saved=saved, filled=tuple(plan.filled.items()))
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceUpdate]:
         """Apply a step's output; free the samples that ended."""
@@ -261,6 +308,9 @@ class Scheduler:
         for token in output.tokens:
             tokens.setdefault(token.seq_id, []).append(token)
         rows = self._in_flight.pop(batch.step_id)
+        if self._kv.tiers is not None:
+            for content, data in output.saved:
+                self._kv.tiers.put(content, data)
         updates: list[SequenceUpdate] = []
         for row in batch.sequences:
             sequence, begun = self._live.by_id.get(row.seq_id), rows[row.seq_id]
@@ -281,7 +331,8 @@ class Scheduler:
     def fail(self, batch: ScheduledBatch, message: str) -> list[SequenceUpdate]:
         """End every request of a step that raised; its blocks do not enter the prefix cache.
 
-        Requests that wait for an input that the step was to compute end too.
+        Requests that wait for an input that the step was to compute end too, and those of which it
+        was to fill blocks.
         """
         rows = self._in_flight.pop(batch.step_id).values()
         slots = {slot for stages in batch.moves.stages for slot in stages.slots}
@@ -293,6 +344,9 @@ class Scheduler:
         ]
         updates = [update for group in groups for update in self._fail_group(group, message)]
         self._running.input_runs.forget(batch.moves)
+        if self._kv.tiers is not None:
+            for _, content in batch.moves.saved:
+                self._kv.tiers.saves.end(content)
         return updates
 
     def check_room(self, client: str, n: int) -> None:
@@ -412,6 +466,7 @@ class Scheduler:
 
     def _forget(self, sequence: Sequence) -> None:
         """Drop the records of a sample that neither runs nor waits."""
+        self._running.end_fetch(sequence)
         self._live.forget(sequence)
         if sequence.request.params.grammar is not None:
             self._ended.append(sequence.seq_id)

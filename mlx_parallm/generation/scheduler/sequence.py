@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from mlx_parallm.engine.adapter_slots import NO_ADAPTER
 from mlx_parallm.generation.inputs.held import HeldInputs
 from mlx_parallm.generation.inputs.prompt_inputs import PromptInputs
 from mlx_parallm.generation.kv_cache.blocks import BlockTable
+from mlx_parallm.generation.kv_cache.fetches import ChainFetch
+from mlx_parallm.generation.kv_cache.tiers import ArrivedBlock
 from mlx_parallm.generation.scheduler.thinking import ThinkingTracker
 from mlx_parallm.generation.speculation import Speculation
 from mlx_parallm.types.events import FinishReason, PromptEvent
@@ -73,9 +76,18 @@ class RequestGroup:
     @property
     def salt(self) -> bytes:
         """Return the salt of its block hashes: scope, weights, salts and inputs without rows."""
+        return self._salt(self.weights.content)
+
+    @property
+    def lasting_salt(self) -> bytes | None:
+        """Return ``salt`` as every process has it; None if its blocks must not leave this one."""
+        content = self.weights.lasting_content
+        return None if content is None else self._salt(content)
+
+    def _salt(self, content: str) -> bytes:
         request = self.request
         return request.scope.content_key(
-            self.weights.content, request.cache_salt or None, request.extra_key, self.inputs.salt
+            content, request.cache_salt or None, request.extra_key, self.inputs.salt
         )
 
     @property
@@ -142,6 +154,17 @@ class RowInFlight(NamedTuple):
     content: str
 
 
+class Arrival(Protocol):
+    """Something that a sequence waits for: the product of an input, or blocks that are read.
+
+    It wakes the engine's loop when it is there.
+    """
+
+    def is_awaited(self, position: int) -> bool:
+        """Return True if the row at a position cannot run yet."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One sample of a request.
@@ -162,6 +185,9 @@ class Sequence:
         table: its blocks while running.
         slot: its slot while running.
         held: the products of inputs that it holds while running; None without inputs.
+        fetch: the chain that is read for it, until the blocks are filled; None if none is.
+        arrived: what its next blocks are filled with, while running.
+        arrivals: what it waits for: the two above, as far as they are there.
         content: of the weights that compute its blocks, while running.
         is_caught_up: whether its last token has been computed, or is being computed, since it has
             these blocks.
@@ -189,6 +215,9 @@ class Sequence:
     table: BlockTable | None = None
     slot: int | None = None
     held: HeldInputs | None = None
+    fetch: ChainFetch | None = None
+    arrived: deque[ArrivedBlock] = field(default_factory=deque[ArrivedBlock])
+    arrivals: list[Arrival] = field(default_factory=list[Arrival])
     content: str = ""
     is_caught_up: bool = False
     adapter: str | None = None
@@ -214,6 +243,12 @@ class Sequence:
         """Return the block table of a running sequence."""
         assert self.table is not None, "a running sequence has a table"
         return self.table
+
+    @property
+    def is_blocked(self) -> bool:
+        """Return True if its next row waits for something to arrive."""
+        position = self.num_computed
+        return any(arrival.is_awaited(position) for arrival in self.arrivals)
 
     @property
     def has_begun(self) -> bool:

@@ -25,6 +25,8 @@ class StepPlan:
         has_preempted: whether a sequence lost its blocks to a better one.
         block_copies: ``(source, target)`` blocks to copy for forked sequences before the step.
         state_copies: ``(source, target)`` slots whose state to copy for them.
+        filled: blocks to be filled before the step, and their bytes.
+        filling: the sequences that they are for.
     """
 
     def __init__(self, token_budget: int) -> None:
@@ -40,6 +42,8 @@ class StepPlan:
         self.has_preempted = False
         self.block_copies: dict[Sequence, tuple[int, int]] = {}
         self.state_copies: dict[Sequence, tuple[int, int]] = {}
+        self.filled: dict[int, bytes] = {}
+        self.filling: set[Sequence] = set()
 
     @property
     def is_decode(self) -> bool:
@@ -76,8 +80,10 @@ class StepPlan:
     def drop(self, sequence: Sequence) -> None:
         """Take a preempted sequence out of the plan.
 
-        Copies from its blocks stay: they happen before the blocks' next owner writes to them.
+        Copies from its blocks stay, and so do bytes that fill them: both happen before the blocks'
+        next owner writes to them.
         """
+        self.filling.discard(sequence)
         self.has_preempted = True
         self.budget_left += self.num_tokens.pop(sequence, 0)
         self.budget_left += len(self.proposals.pop(sequence, ()))

@@ -18,7 +18,7 @@ class ClientLine:
     """A client's sequences of one priority, in order.
 
     Several of them come first: one of each adapter. While an adapter has no slot, those behind that
-    need another may go.
+    need another may go, and so may those behind a sequence that waits for something to arrive.
     """
 
     def __init__(self) -> None:
@@ -58,8 +58,9 @@ class ClientLine:
         return True
 
     def heads(self) -> list[Sequence]:
-        """Return the first sequence of each adapter, in order."""
-        return sorted((part[0] for part in self._parts.values()), key=attrgetter("place"))
+        """Return the first sequence of each adapter that waits for nothing to arrive, in order."""
+        first = (next((s for s in part if not s.is_blocked), None) for part in self._parts.values())
+        return sorted((s for s in first if s is not None), key=attrgetter("place"))
 
 
 class WaitingQueue:

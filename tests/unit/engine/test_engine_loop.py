@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 from mlx_parallm.engine.commands import Command, Stop, Submit
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.engine.turns import TurnClass, Turns, TurnTaker
+from mlx_parallm.engine.turns import STALL_WAIT_S, TurnClass, Turns, TurnTaker
 from mlx_parallm.generation.engine import StepPace
 from mlx_parallm.pooling.engine import BatchCost
 from mlx_parallm.types.errors import ParallmError
@@ -39,6 +39,12 @@ class Streams:
     turn_class = TurnClass.STREAMS
     settles_others = False
     policies = None
+
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        pass
+
+    def stalled_s(self) -> float:
+        return STALL_WAIT_S
 
     def has_work(self) -> bool:
         return self.left > 0

@@ -69,7 +69,7 @@ async def pause_generation(
     mode = (body or PauseGeneration(mode="abort")).mode
     count = await engine.control.pause(MODES[mode])
     if mode == "retract":
-        await engine.control.reset_prefix_cache(reset_running=True)
+        await engine.control.reset_prefix_cache(reset_running=True, reset_external=False)
     return PausedGeneration(message="Generation is paused.", num_paused_requests=count)
 
 
@@ -84,13 +84,12 @@ async def continue_generation(engine: EngineDep) -> MessageAnswer:
 async def reset_prefix_cache(
     engine: EngineDep,
     reset_running_requests: bool = False,
-    reset_external: bool = False,
+    reset_external: bool = True,
     body: Annotated[ResetRequest | None, Body()] = None,
 ) -> ResetAnswer:
-    """Empty the prefix cache (vLLM). There is no external cache."""
-    del reset_external
+    """Empty the prefix cache (vLLM), and by default what host memory and a disk have of it."""
     running = reset_running_requests or (body is not None and body.reset_running_requests)
-    await engine.control.reset_prefix_cache(reset_running=running)
+    await engine.control.reset_prefix_cache(reset_running=running, reset_external=reset_external)
     return ResetAnswer()
 
 

@@ -186,7 +186,7 @@ async def put_lora_adapter(body: LoadLora, engine: EngineDep) -> LoraAnswer:
     """Load an adapter from a folder (SGLang, prime-rl); one with this name is replaced."""
     await _load(engine, body, replaces=True)
     if body.flush_cache:
-        await engine.control.reset_prefix_cache()
+        await engine.control.reset_prefix_cache(reset_external=False)
     return _answer(engine)
 
 

@@ -53,10 +53,6 @@ class Files:
         """Return when a file or a folder was changed, in ns since 1970."""
         return os.stat(path).st_mtime_ns
 
-    def device(self, path: Path) -> int:
-        """Return the number of the file system of a folder."""
-        return os.stat(path).st_dev
-
     @contextmanager
     def reading(self, path: Path) -> Generator[OpenFile]:
         """Give a file that is open while the context lasts."""

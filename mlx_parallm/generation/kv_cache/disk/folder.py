@@ -63,11 +63,6 @@ def _check_owners(path: Path) -> None:
             )
 
 
-def is_ours(path: Path) -> bool:
-    """True if a folder was one of ``--kv-disk`` before."""
-    return (path / LOCK).exists()
-
-
 def open_lock(path: Path) -> int:
     """Open the file of a lock, create it if necessary, and return its descriptor."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
@@ -161,10 +156,7 @@ def take_over(path: Path) -> WriterFolder | None:
 
 def is_alive(path: Path) -> bool:
     """True if the writer of a folder lives. The caller has locked DIR."""
-    try:
-        taken = take_over(path)
-    except FileNotFoundError:
-        return False
+    taken = take_over(path)
     if taken is None:
         return True
     taken.close()

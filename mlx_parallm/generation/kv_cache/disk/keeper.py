@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import secrets
 from collections import deque
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 from mlx_parallm.generation.kv_cache.disk import folder as folders
 from mlx_parallm.generation.kv_cache.disk.catalog import Catalog, file_name, owner_of
-from mlx_parallm.generation.kv_cache.disk.clocks import Clocks
 from mlx_parallm.generation.kv_cache.disk.files import PART, Files
-from mlx_parallm.generation.kv_cache.disk.folder import ChangeCounter, WriterFolder
+from mlx_parallm.generation.kv_cache.disk.folder import WriterFolder
 from mlx_parallm.generation.kv_cache.disk.format import (
     FIXED_BYTES,
     SUFFIX,
@@ -57,15 +57,15 @@ class Keeper:
         limit_bytes: int,
         index: BlockIndex,
         files: Files,
-        clocks: Clocks,
+        clock: Callable[[], int],
     ) -> None:
         self._folder = folder
         self._owner = owner
         self._limit_bytes = limit_bytes
         self._index = index
         self._files = files
-        self._timer = clocks.timer
-        self._catalog = Catalog(folder, files, clocks)
+        self._clock = clock
+        self._catalog = Catalog(folder, files, clock)
         self._own: WriterFolder | None = None
         self._counter = -1
         self._device: int | None = None
@@ -74,9 +74,8 @@ class Keeper:
         self._clear_is_due = False
         self._scan_failed = False
         self._next_scan_ns = 0
-        self._next_save_ns = clocks.timer() + SAVE_USES_NS
+        self._next_save_ns = clock() + SAVE_USES_NS
         self._next_log_ns = 0
-        self._changing_since_ns: int | None = None
         self.off = ""
         self.written_blocks = 0
         self.written_bytes = 0
@@ -85,11 +84,6 @@ class Keeper:
     def num_bytes(self) -> int:
         """Bytes of all files in the folder."""
         return self._catalog.num_bytes
-
-    def changing_s(self) -> float:
-        """Return how many seconds the change of files has taken that is under way."""
-        since = self._changing_since_ns
-        return 0.0 if since is None else (self._timer() - since) / _SECOND
 
     def doom(self, run: Run, why: str) -> None:
         """Let a damaged file be removed; any thread may call it."""
@@ -108,7 +102,7 @@ class Keeper:
             self._do_due(is_last=is_last)
         except OSError as problem:
             self._turn_off(problem)
-        now = self._timer()
+        now = self._clock()
         due = min(self._next_scan_ns, self._next_save_ns)
         if (waiting := self._index.next_due_ns()) is not None:
             due = min(due, waiting)
@@ -121,7 +115,7 @@ class Keeper:
             self._own = None
 
     def _do_due(self, *, is_last: bool) -> None:
-        now = self._timer()
+        now = self._clock()
         if now >= self._next_scan_ns:
             self._next_scan_ns = now + SCAN_NS
             self._scan()
@@ -141,38 +135,25 @@ class Keeper:
     @contextmanager
     def _changing(self) -> Generator[WriterFolder]:
         """Lock the folder, know all its files, and give this writer's folder."""
-        self._changing_since_ns = self._timer()
-        try:
-            self._check_device()
-            with folders.locked(self._folder) as counter:
-                yield self._begin_change(counter)
-        finally:
-            self._changing_since_ns = None
-
-    def _begin_change(self, counter: ChangeCounter) -> WriterFolder:
-        is_there = self._own is not None and self._own.is_there
-        if counter.read() != self._counter or not is_there:
-            self._see(*self._catalog.refresh())
-        if self._own is None or not is_there:
-            self._own = self._take_folder()
-        # Others look again if this process is killed in the midst of its change.
-        self._counter = counter.increase()
-        return self._own
+        self._check_device()
+        with folders.locked(self._folder) as counter:
+            is_there = self._own is not None and self._own.is_there
+            if counter.read() != self._counter or not is_there:
+                self._see(*self._catalog.refresh())
+            if self._own is None or not is_there:
+                self._own = self._take_folder()
+            # Others look again if this process is killed in the midst of its change.
+            self._counter = counter.increase()
+            yield self._own
 
     def _check_device(self) -> None:
         """Raise OSError if another file system is where the folder was."""
-        is_new = not self._folder.exists()
         self._folder.mkdir(mode=folders.FOLDER_MODE, exist_ok=True)
-        device = self._files.device(self._folder)
-        if (
-            self._device is not None
-            and device != self._device
-            and not folders.is_ours(self._folder)
-        ):
-            if is_new:
-                self._folder.rmdir()
+        device = os.stat(self._folder).st_dev
+        if self._device is None:
+            self._device = device
+        if device != self._device:
             raise OSError(errno.ENODEV, "its file system is not mounted")
-        self._device = device
 
     def _take_folder(self) -> WriterFolder:
         """Take over the largest folder of a process that has ended, or make a new one."""
@@ -188,8 +169,7 @@ class Keeper:
         """Remove all files of the owner, of whatever writer and format."""
         with self._changing():
             for run in self._catalog.runs():
-                is_newer = run.header is not None and run.header.put_ns > self._index.cleared_ns
-                if owner_of(run.name) == self._owner and not is_newer:
+                if owner_of(run.name) == self._owner:
                     self._remove(run)
                     self._index.drop(run)
 
@@ -242,23 +222,19 @@ class Keeper:
         try:
             packed, header = pack_header(self._owner, run.parent, run.put_ns, run.blocks)
             with self._changing() as own:
-                ancestors = self._index.ancestors(run)
-                if run.parent and not ancestors:
-                    reason = "orphan"
-                elif not self._make_room(header.file_bytes, own.name, ancestors):
-                    reason = "full"
-                else:
-                    reason = ""
-                    self._write_file(run, packed, header, own)
-                    self._touch_older(ancestors, run.saved_ns)
+                if not self._make_room(header.file_bytes, own.name):
+                    self._index.finish(run, reason="too_large")
+                    return
+                self._write_file(run, packed, header, own)
         except OSError:
             self._index.finish(run, reason="off")
             raise
-        self._index.finish(run, reason=reason)
+        self._index.finish(run)
         self._turn_on()
 
     def _write_file(self, run: Run, packed: bytes, header: Header, own: WriterFolder) -> None:
         assert run.blocks is not None
+        ancestors = [each for each in self._index.ancestors(run) if each.header is not None]
         run.writer, run.name = own.name, file_name(self._owner, secrets.token_hex(8))
         used_ns = run.used_ns
         self._files.write(run.path(self._folder), [packed, *run.blocks.values()], used_ns)
@@ -267,38 +243,26 @@ class Keeper:
         run.saved_ns, run.file_bytes = used_ns, header.file_bytes
         self._catalog.add(run)
         run.header, run.blocks = header, None
+        # On the disk too, no file is older than what follows it.
+        for ancestor in reversed(ancestors):
+            if ancestor.saved_ns < used_ns:
+                self._touch(ancestor)
 
-    def _touch_older(self, ancestors: list[Run], used_ns: int) -> None:
-        """Let files that are older than what follows them be newer, on the disk too."""
-        for run in reversed(ancestors):
-            if run.header is not None and run.saved_ns < used_ns:
-                self._touch(run)
-
-    def _make_room(self, needed: int, writer: str = "", ancestors: Collection[Run] = ()) -> bool:
-        """Evict until there is room for a file of a writer.
-
-        Return False if there cannot be, or only in place of its ancestors: a chain that is larger
-        than the limit keeps its beginning.
-        """
-        alive: set[str] | None = None
+    def _make_room(self, needed: int, writer: str = "") -> bool:
+        """Evict until there is room for a file of a writer; False if there cannot be."""
         while self._catalog.num_bytes + needed > self._limit_bytes:
-            alive = self._alive() if alive is None else alive
-            run = self._catalog.oldest(self._by_excess(alive, needed, writer))
-            if run is None or run in ancestors:
+            run = self._catalog.oldest(self._by_excess(needed, writer))
+            if run is None:
                 return False
             self._remove(run)
             self._index.evicted(run)
         return True
 
-    def _alive(self) -> set[str]:
-        """Return the writers that live."""
-        own = self._own.name if self._own is not None else ""
-        names = self._catalog.sizes()
-        return {name for name in names if name == own or folders.is_alive(self._folder / name)}
-
-    def _by_excess(self, alive: set[str], needed: int, writer: str) -> list[str]:
+    def _by_excess(self, needed: int, writer: str) -> list[str]:
         """Return the writers by their bytes above an equal share, the most first."""
         sizes = self._catalog.sizes()
+        own = self._own.name if self._own is not None else ""
+        alive = {name for name in sizes if name == own or folders.is_alive(self._folder / name)}
         share = self._limit_bytes / max(1, len(alive))
 
         def excess(name: str) -> float:
@@ -312,7 +276,7 @@ class Keeper:
         self._catalog.remove(run)
 
     def _remove_bad(self, run: Run, why: str) -> None:
-        now = self._timer()
+        now = self._clock()
         if why and now >= self._next_log_ns:
             self._next_log_ns = now + LOG_NS
             logger.warning("the KV file %s is removed: %s", run.path(self._folder), why)
@@ -337,7 +301,7 @@ class Keeper:
         if not self.off:
             logger.warning("no KV is written to %s: %s", self._folder, why)
         self.off = why
-        self._index.turn_off(self._timer() + RETRY_NS)
+        self._index.turn_off(self._clock() + RETRY_NS)
 
     def _turn_on(self) -> None:
         if self.off:

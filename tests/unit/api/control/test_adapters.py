@@ -358,8 +358,12 @@ async def test_caches_are_reset() -> None:
     ]
     for more in bodies:
         await call(engine, "POST", "/reset_prefix_cache", **more)
-    resets = [options["reset_running"] for _, options in engine.control.calls]
-    assert resets == [False, True, True]
+    resets = [options for _, options in engine.control.calls]
+    assert resets == [
+        {"reset_running": False, "reset_external": True},
+        {"reset_running": True, "reset_external": False},
+        {"reset_running": True, "reset_external": True},
+    ]
     for path in ("/reset_mm_cache", "/reset_encoder_cache"):
         assert (await call(engine, "POST", path)).status_code == 200
 

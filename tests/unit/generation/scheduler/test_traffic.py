@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from tests.dict_store import DictStore
 from tests.scheduler_harness import SchedulerHarness
 
 pytestmark = pytest.mark.slow
@@ -58,6 +59,8 @@ class Traffic(RuleBasedStateMachine):
         stall_ms=st.sampled_from([None, None, 0.001, 8, 30]),
         runs_ahead=st.booleans(),
         speculative=st.sampled_from([None, *SPECULATIVE]),
+        num_stores=st.sampled_from([0, 1, 1, 2]),
+        holds_back=st.booleans(),
     )
     def start(
         self,
@@ -70,8 +73,11 @@ class Traffic(RuleBasedStateMachine):
         stall_ms: float | None,
         runs_ahead: bool,
         speculative: SpeculativeConfig | None,
+        num_stores: int,
+        holds_back: bool,
     ) -> None:
-        self.harness = SchedulerHarness(
+        self.stores = [DictStore(holds_back=holds_back) for _ in range(num_stores)]
+        self.make_harness = lambda: SchedulerHarness(
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
@@ -85,7 +91,9 @@ class Traffic(RuleBasedStateMachine):
             ),
             runs_ahead=runs_ahead,
             speculative=speculative,
+            stores=self.stores,
         )
+        self.harness = self.make_harness()
         self.num_requests = 0
 
     @rule(
@@ -149,6 +157,41 @@ class Traffic(RuleBasedStateMachine):
         self.harness.finish(request_id, index)
         if batch is not None:
             self.harness.run(batch)
+
+    @precondition(lambda self: bool(self.stores))
+    @rule()
+    def restart(self) -> None:
+        self.harness.drain()
+        self.harness = self.make_harness()
+
+    @precondition(lambda self: bool(self.stores))
+    @rule()
+    def blocks_arrive(self) -> None:
+        self.harness.complete()
+
+    @precondition(lambda self: bool(self.stores))
+    @rule(seconds=st.sampled_from([0.001, 0.1, 60.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.harness.now_s += seconds
+
+    @precondition(lambda self: any(store.blocks for store in self.stores))
+    @rule(data=st.data())
+    def a_store_loses_a_block(self, data: st.DataObject) -> None:
+        store = data.draw(st.sampled_from([each for each in self.stores if each.blocks]))
+        del store.blocks[data.draw(st.sampled_from(sorted(store.blocks)))]
+
+    @precondition(lambda self: bool(self.stores))
+    @rule(data=st.data(), most=st.sampled_from([None, 0, 1, 3]))
+    def a_store_returns_less(self, data: st.DataObject, most: int | None) -> None:
+        data.draw(st.sampled_from(self.stores)).fail_after(most)
+
+    @rule(reset_running=st.booleans(), clears=st.booleans())
+    def reset(self, reset_running: bool, clears: bool) -> None:
+        self.harness.settle()
+        self.harness.scheduler.reset_prefix_cache(reset_running=reset_running)
+        if clears and self.harness.tiers is not None:
+            self.harness.tiers.clear()
+            assert not any(store.blocks for store in self.stores)
 
     @invariant()
     def blocks_and_slots_are_accounted_for(self) -> None:

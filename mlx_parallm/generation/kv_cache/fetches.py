@@ -1,0 +1,200 @@
+"""Chains of blocks that are being read from stores, each for a sequence that waits for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mlx_parallm.generation.kv_cache.stores import BlockStore, Fetch
+
+# FETCH_BYTES: most bytes of chains in host memory, which are read or wait for their sequence to
+# start; one chain may be larger.
+FETCH_BYTES = 2 << 30
+# LONGEST_READ_S: seconds after which a read is given up, however long computing takes.
+LONGEST_READ_S = 10.0
+# RETRY_S: seconds after which reading is tried again if it was slower than computing.
+RETRY_S = 30.0
+# NEW: share of a new measurement in an average.
+NEW = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive blocks of a chain that one store has."""
+
+    store: BlockStore
+    contents: Sequence[bytes]
+
+
+@dataclass(slots=True, eq=False)
+class ChainFetch:
+    """A chain that is read for one sequence.
+
+    Attributes:
+        runs: its blocks in order.
+        compute_s: how long computing them takes, in seconds; None if that is unknown.
+        clock: returns seconds.
+        reads: of the runs; none before it is begun.
+        begin_s: when that was.
+        is_taken: True once its sequence runs.
+    """
+
+    runs: Sequence[Run]
+    compute_s: float | None
+    clock: Callable[[], float]
+    reads: list[Fetch] = field(default_factory=list[Fetch])
+    begin_s: float = 0.0
+    is_taken: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of its blocks."""
+        return sum(len(run.contents) for run in self.runs)
+
+    @property
+    def contents(self) -> list[bytes]:
+        """The contents of its blocks."""
+        return [content for run in self.runs for content in run.contents]
+
+    @property
+    def is_done(self) -> bool:
+        """True once it has been read."""
+        return bool(self.reads) and all(read.is_done for read in self.reads)
+
+    @property
+    def due_s(self) -> float:
+        """The time at which a read that was begun is given up."""
+        return self.begin_s + min(LONGEST_READ_S, self.compute_s or LONGEST_READ_S)
+
+    def is_awaited(self, position: int) -> bool:
+        """See ``Arrival``: it is neither read nor late."""
+        del position
+        return not self.is_done and not (self.reads and self.clock() >= self.due_s)
+
+    def begin(self) -> None:
+        """Begin to read."""
+        self.begin_s = self.clock()
+        self.reads = [run.store.fetch(run.contents) for run in self.runs]
+
+    def result(self) -> list[tuple[bytes, str]]:
+        """Return the leading blocks that could be read, with their tiers; none if it is late."""
+        blocks: list[tuple[bytes, str]] = []
+        for run, read in zip(self.runs, self.reads, strict=True):
+            data = read.result() if read.is_done else ()
+            blocks += ((each, run.store.tier) for each in data)
+            if len(data) < len(run.contents):
+                break
+        return blocks
+
+    def cancel(self) -> None:
+        """Stop reading."""
+        for read in self.reads:
+            read.cancel()
+
+
+class UnitPace:
+    """Measures how long one of many equal things takes."""
+
+    def __init__(self) -> None:
+        self._unit_s: float | None = None
+
+    def observe(self, count: int, seconds: float) -> None:
+        """Note that ``count`` of them took so long."""
+        new, old = seconds / count, self._unit_s
+        self._unit_s = new if old is None else old + NEW * (new - old)
+
+    def predict(self, count: int) -> float | None:
+        """Return how long ``count`` of them take, in seconds; None if it is unknown."""
+        return None if self._unit_s is None else count * self._unit_s
+
+
+class FetchQueue:
+    """Reads chains within a bound of host memory, in the order in which they were asked for.
+
+    A read that takes longer than computing the same tokens is not begun, or given up.
+
+    Attributes:
+        computing: measures the tokens of prompts.
+        num_reads: chains that were read or given up.
+        num_late: how many were given up.
+        wait_s: seconds that sequences waited for them together.
+    """
+
+    def __init__(self, block_bytes: int, clock: Callable[[], float]) -> None:
+        """``block_bytes``: the size of a block; ``clock`` returns seconds."""
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self.computing = UnitPace()
+        self._reading = UnitPace()
+        # When the latest read ended.
+        self._read_s = clock()
+        self._queued: deque[ChainFetch] = deque()
+        # Chains that were begun, until they are released.
+        self._held: list[ChainFetch] = []
+        self.num_reads = self.num_late = 0
+        self.wait_s = 0.0
+
+    @property
+    def num_reserved(self) -> int:
+        """Return how many chains are queued, being read or read, whose sequences do not run yet."""
+        return len(self._queued) + sum(not each.is_taken for each in self._held)
+
+    @property
+    def due_in_s(self) -> float | None:
+        """Return the seconds until the next read is given up; None if nothing is awaited."""
+        waiting = (each for each in self._held if not each.is_taken and not each.is_done)
+        due_s = min((each.due_s for each in waiting), default=None)
+        return None if due_s is None else due_s - self._clock()
+
+    def add(self, runs: Sequence[Run], num_tokens: int) -> ChainFetch | None:
+        """Read a chain as soon as there is room for it; None if computing it is faster.
+
+        ``num_tokens`` are those of its blocks.
+        """
+        fetch = ChainFetch(runs, self.computing.predict(num_tokens), self._clock)
+        if not self._is_worth(fetch):
+            return None
+        self._queued.append(fetch)
+        self._begin_next()
+        return fetch
+
+    def _is_worth(self, fetch: ChainFetch) -> bool:
+        """Return True if a read is likely to be faster than computing, or was not tried lately."""
+        read_s = self._reading.predict(fetch.num_blocks)
+        if read_s is None or fetch.compute_s is None or self._clock() - self._read_s > RETRY_S:
+            return True
+        return read_s < fetch.compute_s
+
+    def take(self, fetch: ChainFetch) -> list[tuple[bytes, str]]:
+        """Return the result of a chain that is awaited no longer; ``release`` must follow."""
+        fetch.is_taken = True
+        self._read_s = self._clock()
+        waited_s = self._read_s - fetch.begin_s
+        self._reading.observe(fetch.num_blocks, waited_s)
+        self.num_reads += 1
+        self.num_late += not fetch.is_done
+        self.wait_s += waited_s
+        return fetch.result()
+
+    def release(self, fetch: ChainFetch) -> None:
+        """Forget a chain: its blocks are filled, or nobody waits for it any more."""
+        if fetch in self._held:
+            self._held.remove(fetch)
+            fetch.cancel()
+        elif fetch in self._queued:
+            self._queued.remove(fetch)
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        while self._queued:
+            num_blocks = sum(each.num_blocks for each in [*self._held, self._queued[0]])
+            if self._held and num_blocks * self._block_bytes > FETCH_BYTES:
+                return
+            fetch = self._queued.popleft()
+            self._held.append(fetch)
+            fetch.begin()
+
+    def check_integrity(self, fetches: Sequence[ChainFetch]) -> None:
+        """Assert that exactly these chains are queued or held."""
+        assert set(map(id, fetches)) == set(map(id, [*self._queued, *self._held]))

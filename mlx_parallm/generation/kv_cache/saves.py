@@ -1,0 +1,90 @@
+"""Blocks that stores are to get: which the device must read, and when at the latest."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A block of the pool whose bytes stores are to get.
+
+    Attributes:
+        block: its number.
+        content: its content in stores.
+        parent: the content of the block that it follows; empty for the first of a chain.
+        is_drafted: True if it holds a draft model's KV too.
+    """
+
+    block: int
+    content: bytes
+    parent: bytes
+    is_drafted: bool
+
+
+class SaveQueue:
+    """Blocks in the order in which their chains ended.
+
+    A block stays in the pool, where others find it, until it is read. If it is allocated before
+    that, it is read before the step that may write to it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[int, Save] = OrderedDict()
+        self._leaving: list[Save] = []
+        # Those that steps in flight read, by their contents.
+        self._begun: dict[bytes, Save] = {}
+        self._contents: set[bytes] = set()
+
+    def __len__(self) -> int:
+        """Return how many wait to be read."""
+        return len(self._waiting) + len(self._leaving)
+
+    def __contains__(self, content: bytes) -> bool:
+        """True if a content waits to be read, or is being read."""
+        return content in self._contents
+
+    def add(self, save: Save) -> None:
+        """Queue a block, whose content does not wait already."""
+        self._waiting[save.block] = save
+        self._contents.add(save.content)
+
+    def leave(self, blocks: Iterable[int]) -> None:
+        """Have blocks read before the next step, which may write to them."""
+        if self._waiting:
+            leaving = (self._waiting.pop(block, None) for block in blocks)
+            self._leaving += [save for save in leaving if save is not None]
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Give up blocks that may be written to before the next step."""
+        for block in blocks:
+            save = self._waiting.pop(block, None)
+            if save is not None:
+                self._contents.discard(save.content)
+
+    def take(self, limit: int) -> Sequence[tuple[int, bytes]]:
+        """Return blocks to be read before the next step, with their contents.
+
+        They are those that leave, and others up to ``limit`` in all.
+        """
+        if not (self._waiting or self._leaving):
+            return ()
+        taken, self._leaving = self._leaving, []
+        while self._waiting and len(taken) < limit:
+            taken.append(self._waiting.popitem(last=False)[1])
+        self._begun.update((save.content, save) for save in taken)
+        return [(save.block, save.content) for save in taken]
+
+    def end(self, content: bytes) -> Save | None:
+        """Return what was read of a step that ended; None if it was forgotten meanwhile."""
+        self._contents.discard(content)
+        return self._begun.pop(content, None)
+
+    def clear(self) -> None:
+        """Forget all, also what steps in flight read: nothing of before is to be kept."""
+        self._waiting.clear()
+        self._leaving.clear()
+        self._begun.clear()
+        self._contents.clear()

@@ -1,0 +1,205 @@
+"""The stores below a model's block pool: what they have, what they get, and what is being read."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mlx_parallm.generation.kv_cache.fetches import ChainFetch, FetchQueue, Run
+from mlx_parallm.generation.kv_cache.saves import SaveQueue
+from mlx_parallm.generation.kv_cache.stores import BlockStore, StoredBlock, StoreStats
+from mlx_parallm.types.content import PendingContent, digest_of
+
+#: ``MIN_SAVED_BLOCKS``: a shorter chain is computed again soon enough, and saved once it has grown.
+MIN_SAVED_BLOCKS = 16
+#: ``MIN_FETCHED_BLOCKS``: fewer are computed rather than read.
+MIN_FETCHED_BLOCKS = 4
+# PLAIN, DRAFTED: the last byte of a stored block where there is a draft model.
+PLAIN, DRAFTED = b"\0", b"\1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """One store.
+
+    Attributes:
+        tier: its name.
+        hit_tokens: prompt tokens whose KV came from it.
+        store: its state and its counters.
+    """
+
+    tier: str
+    hit_tokens: int = 0
+    store: StoreStats = field(default_factory=StoreStats)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiersStats:
+    """All stores of a model.
+
+    Attributes:
+        tiers: each store, nearest first.
+        num_reads: chains that were read or given up.
+        num_late: how many were given up.
+        wait_s: seconds that sequences waited for them together.
+        num_unsaved: blocks that wait to be saved.
+    """
+
+    tiers: tuple[TierStats, ...] = ()
+    num_reads: int = 0
+    num_late: int = 0
+    wait_s: float = 0.0
+    num_unsaved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedBlock:
+    """A block that a store returned, verified.
+
+    Attributes:
+        data: its bytes, as ``ReadBlocks`` returned them.
+        is_drafted: True if a draft model's KV is among them.
+        tier: the store's name.
+    """
+
+    data: bytes
+    is_drafted: bool
+    tier: str
+
+
+class Tiers:
+    """The stores of one model. It lives on the engine thread.
+
+    Attributes:
+        saves: the blocks that stores are to get.
+        fetches: the chains that are being read.
+        min_saved: blocks of the shortest chain that is saved.
+        min_fetched: blocks of the shortest chain that is read.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[BlockStore],
+        *,
+        block_bytes: int,
+        draft: PendingContent | None = None,
+        min_saved: int = MIN_SAVED_BLOCKS,
+        min_fetched: int = MIN_FETCHED_BLOCKS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            stores: nearest first.
+            block_bytes: size of a block in the pool.
+            draft: the lasting content of the draft model; None without one.
+            min_saved: see the attributes.
+            min_fetched: likewise.
+            clock: returns seconds.
+        """
+        self.saves = SaveQueue()
+        self.fetches = FetchQueue(block_bytes, clock)
+        self.min_saved = min_saved
+        self.min_fetched = min_fetched
+        self._stores = stores
+        self._draft = draft
+        self._hit_blocks: Counter[str] = Counter()
+
+    def salt(self, lasting_salt: bytes | None) -> bytes | None:
+        """Return a lasting salt with the draft model, whose KV blocks hold too; None if unknown."""
+        if lasting_salt is None or self._draft is None:
+            return lasting_salt
+        digest = self._draft.digest
+        return None if digest is None else digest_of("draft", lasting_salt, digest).encode()
+
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        """See ``BlockStore``."""
+        for store in self._stores:
+            store.wake_by(wake)
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a store would discard blocks that it is given."""
+        return any(store.is_busy for store in self._stores)
+
+    def use(self, contents: Sequence[bytes]) -> None:
+        """Count the leading blocks of a chain as used."""
+        for store in self._stores:
+            store.use(contents)
+
+    def lacks(self, content: bytes) -> bool:
+        """True if a store should get a block, which does not wait to be saved already."""
+        if content in self.saves:
+            return False
+        return not all(store.has(content) for store in self._stores)
+
+    def find(self, contents: Sequence[bytes]) -> Sequence[Run]:
+        """Return the runs of the longest prefix of a chain that is here."""
+        runs: list[Run] = []
+        start = 0
+        while start < len(contents):
+            rest = contents[start:] if start else contents
+            counts = ((store, store.find(rest)) for store in self._stores)
+            store, count = next(((store, n) for store, n in counts if n), (None, 0))
+            if store is None:
+                break
+            runs.append(Run(store, rest[:count]))
+            start += count
+        return runs
+
+    def put(self, content: bytes, data: bytes) -> None:
+        """Give the stores that lack it a block that was read for them."""
+        save = self.saves.end(content)
+        if save is None:
+            return
+        if self._draft is not None:
+            data += DRAFTED if save.is_drafted else PLAIN
+        block = StoredBlock(content=content, parent=save.parent, data=data)
+        for store in self._stores:
+            if not store.has(content):
+                store.put(block)
+
+    def take(self, fetch: ChainFetch) -> list[ArrivedBlock]:
+        """Return the blocks of a chain that arrived; ``fetches.release`` must follow."""
+        arrived = self.fetches.take(fetch)
+        if self._draft is None:
+            return [ArrivedBlock(data, False, tier) for data, tier in arrived]
+        return [ArrivedBlock(data[:-1], data[-1:] == DRAFTED, tier) for data, tier in arrived]
+
+    def count_hit(self, tier: str) -> None:
+        """Count a block that a sequence was given."""
+        self._hit_blocks[tier] += 1
+
+    def clear(self) -> None:
+        """Forget all, and what was to be saved."""
+        self.saves.clear()
+        for store in self._stores:
+            store.clear()
+
+    def close(self) -> None:
+        """End the stores."""
+        for store in self._stores:
+            store.close()
+
+    def check_integrity(self, fetches: Sequence[ChainFetch]) -> None:
+        """Assert that these chains, and no others, are read or held for sequences."""
+        self.fetches.check_integrity(fetches)
+
+    def stats(self, block_size: int) -> TiersStats:
+        """Return their state; ``block_size`` in tokens."""
+        return TiersStats(
+            tiers=tuple(
+                TierStats(
+                    tier=store.tier,
+                    hit_tokens=self._hit_blocks[store.tier] * block_size,
+                    store=store.stats,
+                )
+                for store in self._stores
+            ),
+            num_reads=self.fetches.num_reads,
+            num_late=self.fetches.num_late,
+            wait_s=self.fetches.wait_s,
+            num_unsaved=len(self.saves),
+        )
