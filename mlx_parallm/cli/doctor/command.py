@@ -63,6 +63,7 @@ def exit_status(diagnosis: Diagnosis) -> int:
     attention = (diagnosis.attention, *diagnosis.quantised_kv.values())
     differs = diagnosis.world is not None and diagnosis.world.difference is not None
     serves = diagnosis.kv_problem is None and not differs
+    serves &= diagnosis.kv_folder is None or diagnosis.kv_folder.refused is None
     serves &= diagnosis.speed is None or diagnosis.speed.problem is None
     if not serves or not all(each.passed for each in attention):
         return FAILED

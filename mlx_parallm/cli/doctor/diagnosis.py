@@ -16,6 +16,11 @@ from mlx_parallm.cli.doctor.advice import (
     rejection_advice,
     speed_advice,
 )
+from mlx_parallm.cli.doctor.kv_folder import (
+    KVFolderReport,
+    kv_folder_advice,
+    kv_folder_report,
+)
 from mlx_parallm.cli.doctor.system import SystemReport, system_report
 from mlx_parallm.config import KV_CACHE_DTYPES, EngineConfig
 from mlx_parallm.generation.kv_cache.budget import KVShare
@@ -97,6 +102,7 @@ class Diagnosis:
         pictures: by format, why its files are not read; None: they are.
         kv: by the model's name.
         kv_problem: the error if the models could not be loaded with these settings.
+        kv_folder: None without ``--kv-disk``.
         world: None for a process that is alone.
     """
 
@@ -119,6 +125,7 @@ class Diagnosis:
     advice: tuple[str, ...]
     kv: dict[str, KVFit]
     kv_problem: str | None = None
+    kv_folder: KVFolderReport | None = None
     world: WorldReport | None = None
 
 
@@ -150,6 +157,7 @@ def diagnose(config: EngineConfig, world: WorldReport | None = None) -> Diagnosi
     rejected = _rejected(checks, (*tunings, *kernels))
     speed = _speed() if world is None else None
     kv, kv_problem = fitting_kv(config) if world is None else ({}, None)
+    kv_folder = kv_folder_report(config.cache)
     return Diagnosis(
         device=device,
         attention=attention,
@@ -172,9 +180,11 @@ def diagnose(config: EngineConfig, world: WorldReport | None = None) -> Diagnosi
             *device_advice(device, sys.platform),
             *mac_advice(system.mac),
             *speed_advice(tunings, speed),
+            *kv_folder_advice(kv_folder),
         ),
         kv=kv,
         kv_problem=kv_problem,
+        kv_folder=kv_folder,
         world=world,
     )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mlx_parallm.cli.doctor.advice import GIB, fastest
 from mlx_parallm.cli.doctor.diagnosis import Diagnosis
+from mlx_parallm.cli.doctor.kv_folder import kv_folder_text
 from mlx_parallm.cli.doctor.system import SystemReport
 from mlx_parallm.units import readable_bytes
 from mlx_parallm.worker.attention.backend_choice import AttentionReport
@@ -36,6 +37,7 @@ def render(diagnosis: Diagnosis) -> list[str]:
         *_compiler_rows(diagnosis.compiler),
         *((f"KV of {name}", fit.text) for name, fit in diagnosis.kv.items()),
         *([("KV", diagnosis.kv_problem)] if diagnosis.kv_problem else []),
+        *([("KV folder", kv_folder_text(diagnosis.kv_folder))] if diagnosis.kv_folder else []),
         ("images", _readable(diagnosis.pictures)),
         *(_world_rows(diagnosis.world) if diagnosis.world else []),
         *_speed_rows(diagnosis),

@@ -80,8 +80,11 @@ class HostStore(BlockStore):
         if self.has(block.content):
             return
         parent = self._entries.get(block.parent)
-        if (block.parent and parent is None) or len(block.data) > self._limit_bytes:
-            self._discarded["full"] += 1
+        if len(block.data) > self._limit_bytes:
+            self._discarded["too_large"] += 1
+            return
+        if block.parent and parent is None:
+            self._discarded["orphan"] += 1
             return
         if parent is not None:
             parent.num_children += 1

@@ -54,7 +54,7 @@ def test_a_block_whose_beginning_is_gone_is_not_kept() -> None:
     chain = chains.new(3)
     chains.put(store, chain[1:])
     assert store.stats.num_blocks == 0
-    assert store.stats.discarded == {"full": 2}
+    assert store.stats.discarded == {"orphan": 2}
 
 
 def test_fetches_can_be_held_back_and_fail() -> None:
