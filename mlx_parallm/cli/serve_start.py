@@ -24,6 +24,7 @@ from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.ranks import LAUNCHER, is_open_pipe, with_ranks
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.confinement import check_folder
+from mlx_parallm.generation.kv_cache.disk.folder import check_kv_folder
 
 SERVER = "mlx_parallm.cli.serve"
 
@@ -54,7 +55,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_folders(config: EngineConfig) -> None:
-    """Raise ModelLoadError if a model is to come from a folder that is not there."""
+    """Check the folders of models, and create that of ``--kv-disk``.
+
+    Raises:
+        ModelLoadError: a model is to come from a folder that is not there.
+        ConfigError: KV cannot be kept in the folder of ``--kv-disk``.
+    """
+    if config.cache.kv_disk is not None:
+        check_kv_folder(config.cache.kv_disk)
     for model in config.models:
         if model.path is not None:
             check_folder(model.path)

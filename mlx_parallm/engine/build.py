@@ -25,9 +25,11 @@ from mlx_parallm.engine.model_files import kind_of, model_folder
 from mlx_parallm.kernels.device_precompiler import device_precompiler
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.step import StepTracer
+from mlx_parallm.units import readable_bytes
 from mlx_parallm.worker.device.allocator import limit_allocator
 from mlx_parallm.worker.device.cpu_process import keep_freed_memory
 from mlx_parallm.worker.device.kernels import kernels_kept_in
+from mlx_parallm.worker.device.memory_limits import host_free_bytes
 from mlx_parallm.worker.device.properties import (
     active_memory_bytes,
     backend_name,
@@ -142,17 +144,29 @@ def loading(config: EngineConfig, on_progress: TellProgress) -> Generator[Engine
     log_blas()
     keep_freed_memory()
     limit_allocator(config.memory)
-    check_host_blocks(config.cache, backend_name())
+    check_host_blocks(config.cache, backend_name(), host_free_bytes())
     with kernels_kept_in(device_precompiler(), config.kernel_cache_dir, on_progress):
         yield replace(config, models=with_short_names(config.models))
 
 
-def check_host_blocks(cache: CacheConfig, backend: str) -> None:
-    """Raise ConfigError if evicted KV is to go to host memory where all KV is in it already."""
-    if cache.kv_host_bytes and backend != "cuda":
+def check_host_blocks(cache: CacheConfig, backend: str, free_bytes: int | None) -> None:
+    """Raise ConfigError if host memory cannot keep evicted KV as configured.
+
+    Args:
+        cache: the settings.
+        backend: as ``backend_name`` returns it.
+        free_bytes: free host memory; None if unknown.
+    """
+    size = cache.kv_host_bytes
+    if size and backend != "cuda":
         raise ConfigError(
             "--kv-host-bytes needs a GPU with memory of its own: here KV is in host memory "
             "already, and --kv-cache-memory-bytes gives it more."
+        )
+    if free_bytes is not None and size > free_bytes:
+        raise ConfigError(
+            f"--kv-host-bytes is {readable_bytes(size)}; only {readable_bytes(free_bytes)} of host "
+            "memory are free."
         )
 
 

@@ -22,6 +22,7 @@ from mlx_parallm.generation.device_runner import DeviceRunner
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kind import GenerationKind
 from mlx_parallm.generation.kv_cache.budget import KVShare, most_bytes, report_cut, share_budget
+from mlx_parallm.generation.kv_cache.disk.folder import check_kv_folder
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.kv_cache.opening import open_tiers
 from mlx_parallm.generation.kv_cache.tiers import Tiers
@@ -143,6 +144,8 @@ class GenerationBuilder(GenerationKind, KindBuilder):
 
     def build(self, models: Collection[ModelFolder], context: BuildContext) -> list[BuiltModel]:
         """Load models and share one byte budget of KV among them; see ``KindBuilder``."""
+        if context.settings.cache.kv_disk is not None:
+            check_kv_folder(context.settings.cache.kv_disk)
         shared = _load_all(models, context)
         for _, share in shared:
             logger.info("%s: %s", share.name, share)

@@ -67,18 +67,30 @@ def test_a_small_model_keeps_its_context_beside_a_large_one(
         assert part in warning
 
 
-@pytest.mark.parametrize("backend", ["cpu", "metal", "cuda"])
-def test_host_memory_keeps_kv_only_beside_a_gpu_with_its_own(backend: str) -> None:
-    check_host_blocks(CacheConfig(kv_disk=Path("/kv")), backend)
-    sentence = "--kv-host-bytes needs a GPU with memory of its own"
-    refused = nullcontext() if backend == "cuda" else pytest.raises(ConfigError, match=sentence)
+@pytest.mark.parametrize(
+    ("backend", "free_bytes", "sentence"),
+    [
+        ("cpu", None, "--kv-host-bytes needs a GPU with memory of its own"),
+        ("metal", 1 << 40, "--kv-host-bytes needs a GPU with memory of its own"),
+        ("cuda", 1 << 29, "--kv-host-bytes is 1 GiB; only 512 MiB of host memory are free"),
+        ("cuda", 1 << 30, None),
+        ("cuda", None, None),
+    ],
+)
+def test_host_memory_keeps_kv_only_beside_a_gpu_with_its_own(
+    backend: str, free_bytes: int | None, sentence: str | None
+) -> None:
+    check_host_blocks(CacheConfig(kv_disk=Path("/kv")), backend, free_bytes)
+    refused = nullcontext() if sentence is None else pytest.raises(ConfigError, match=sentence)
     with refused:
-        check_host_blocks(CacheConfig(kv_host_bytes=1 << 30), backend)
+        check_host_blocks(CacheConfig(kv_host_bytes=1 << 30), backend, free_bytes)
 
 
 def test_a_load_is_refused_before_it_begins() -> None:
     with pytest.raises(ConfigError, match="--kv-host-bytes needs a GPU"):
         LLM("/no/folder", cache=CacheConfig(kv_host_bytes=1 << 30))
+    with pytest.raises(ConfigError, match=r"--kv-disk: .* is not a folder"):
+        LLM(cache=CacheConfig(kv_disk=Path(__file__)))
 
 
 def test_less_than_a_block_of_each_is_refused(folders: dict[int, str]) -> None:

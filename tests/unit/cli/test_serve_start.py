@@ -43,6 +43,7 @@ def started(*flags: str) -> tuple[int, list[str], str]:
         (["--fd", "999"], 2, "fd: 999 is not an open socket"),
         (["--host", "256.0.0.1"], 2, "cannot listen on 256.0.0.1"),
         (["--kv-disk-bytes", "1GiB"], 2, "--kv-disk-bytes needs --kv-disk"),
+        (["--kv-disk", __file__], 2, f"--kv-disk: {__file__} is not a folder"),
         (["--max-num-seqs", "none"], 2, "max-num-seqs"),
     ],
 )
