@@ -5,10 +5,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mlx_parallm.generation.kv_cache.disk.clocks import Clocks
 from mlx_parallm.generation.kv_cache.disk.files import PART, Files, FileState
 from mlx_parallm.generation.kv_cache.disk.folder import is_writer
 from mlx_parallm.generation.kv_cache.disk.format import SUFFIX
@@ -49,10 +50,10 @@ class Catalog:
         num_bytes: bytes of all files.
     """
 
-    def __init__(self, folder: Path, files: Files, clock: Callable[[], int]) -> None:
+    def __init__(self, folder: Path, files: Files, clocks: Clocks) -> None:
         self._folder = folder
         self._files = files
-        self._clock = clock
+        self._wall = clocks.wall
         self._writers: dict[str, _Writer] = {}
         self._numbers = itertools.count()
         self.num_bytes = 0
@@ -74,6 +75,10 @@ class Catalog:
             except FileNotFoundError:
                 gone += self._forget_writer(name)
         return added, gone
+
+    def add_writer(self, name: str) -> None:
+        """Count a writer whose folder is new."""
+        self._writers.setdefault(name, _Writer())
 
     def add(self, run: Run) -> None:
         """Count a file."""
@@ -133,7 +138,7 @@ class Catalog:
             return False
         if changed_ns != run.saved_ns:
             run.saved_ns = changed_ns
-            run.used_ns = max(run.used_ns, min(changed_ns, self._clock()))
+            run.used_ns = max(run.used_ns, min(changed_ns, self._wall()))
             run.was_read = True
         return True
 
@@ -156,11 +161,11 @@ class Catalog:
                 run = self._run(name, state)
                 self.add(run)
                 added.append(run)
-        is_recent = abs(self._clock() - changed_ns) < RECENT_NS
+        is_recent = abs(self._wall() - changed_ns) < RECENT_NS
         writer.listed_at = -1 if is_recent else changed_ns
 
     def _run(self, writer: str, state: FileState) -> Run:
-        used_ns = min(state.changed_ns, self._clock())
+        used_ns = min(state.changed_ns, self._wall())
         return Run(
             writer=writer,
             name=state.name,

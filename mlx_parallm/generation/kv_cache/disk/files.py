@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
@@ -11,6 +12,13 @@ from typing import NamedTuple, Protocol
 FILE_MODE = 0o600
 # MAX_PARTS: most buffers of a call of ``writev`` (IOV_MAX is 1,024 on Linux and macOS).
 MAX_PARTS = 1000
+# _PASSING: errors that say nothing of the file: the process lacks descriptors or memory.
+_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN})
+
+
+def is_passing(problem: Exception) -> bool:
+    """True if an error says nothing of the file that was to be read."""
+    return isinstance(problem, OSError) and problem.errno in _PASSING
 
 
 class FileState(NamedTuple):
@@ -52,6 +60,10 @@ class Files:
     def changed_ns(self, path: Path) -> int:
         """Return when a file or a folder was changed, in ns since 1970."""
         return os.stat(path).st_mtime_ns
+
+    def device(self, path: Path) -> int:
+        """Return the number of the file system of a folder."""
+        return os.stat(path).st_dev
 
     @contextmanager
     def reading(self, path: Path) -> Generator[OpenFile]:

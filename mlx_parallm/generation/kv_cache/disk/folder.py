@@ -11,8 +11,8 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlx_parallm.types.errors import ConfigError
@@ -30,8 +30,10 @@ def is_writer(name: str) -> bool:
     return _WRITER.fullmatch(name) is not None
 
 
-def check_kv_folder(path: Path) -> None:
+def check_kv_folder(path: Path, *, state_of: Callable[[Path], os.stat_result] = os.stat) -> None:
     """Create the folder of ``--kv-disk`` if it is not there, and check that it can be used.
+
+    ``state_of`` returns the state of a folder.
 
     Raises:
         ConfigError: it is no folder, not writable, or another user could exchange it.
@@ -42,7 +44,7 @@ def check_kv_folder(path: Path) -> None:
         resolved = path.resolve(strict=True)
         if not os.access(resolved, os.R_OK | os.W_OK | os.X_OK):
             raise ConfigError(f"{SETTING}: {path} is not writable.")
-        _check_owners(resolved)
+        _check_owners(resolved, state_of)
     except FileExistsError:
         raise ConfigError(f"{SETTING}: {path} is not a folder.") from None
     except (OSError, RuntimeError) as problem:
@@ -50,17 +52,22 @@ def check_kv_folder(path: Path) -> None:
         raise ConfigError(f"{SETTING}: {path} cannot be used: {why}.") from None
 
 
-def _check_owners(path: Path) -> None:
+def _check_owners(path: Path, state_of: Callable[[Path], os.stat_result]) -> None:
     """Check that only this user and root can replace the folder or what is in it."""
     user = os.geteuid()
-    if os.stat(path).st_uid != user:
+    if state_of(path).st_uid != user:
         raise ConfigError(f"{SETTING}: {path} belongs to another user.")
     for parent in path.parents:
-        state = os.stat(parent)
+        state = state_of(parent)
         if state.st_uid not in (0, user) and not state.st_mode & stat.S_ISVTX:
             raise ConfigError(
                 f"{SETTING}: {path} is below {parent}, which belongs to another user."
             )
+
+
+def is_ours(path: Path) -> bool:
+    """True if a folder was one of ``--kv-disk`` before."""
+    return (path / LOCK).exists()
 
 
 def open_lock(path: Path) -> int:
@@ -130,6 +137,13 @@ class WriterFolder:
         """Let another process take the folder over."""
         os.close(self._descriptor)
 
+    def remove(self) -> None:
+        """Remove the folder, unless something else is in it; the caller has locked DIR."""
+        os.unlink(self.path / LOCK)
+        with suppress(OSError):
+            self.path.rmdir()
+        self.close()
+
 
 def new_writer(folder: Path) -> WriterFolder:
     """Create a folder for a writer; the caller has locked DIR."""
@@ -156,7 +170,10 @@ def take_over(path: Path) -> WriterFolder | None:
 
 def is_alive(path: Path) -> bool:
     """True if the writer of a folder lives. The caller has locked DIR."""
-    taken = take_over(path)
+    try:
+        taken = take_over(path)
+    except FileNotFoundError:
+        return False
     if taken is None:
         return True
     taken.close()

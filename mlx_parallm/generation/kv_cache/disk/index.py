@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
+from mlx_parallm.generation.kv_cache.disk.clocks import Clocks
 from mlx_parallm.generation.kv_cache.disk.format import CONTENT_BYTES
 from mlx_parallm.generation.kv_cache.disk.runs import Run, WaitingRuns
 from mlx_parallm.generation.kv_cache.stores import StoredBlock
 
 # WAITING_BYTES: most bytes that wait to be written; a disk that is slower loses blocks.
 WAITING_BYTES = 256 << 20
+# BUSY_BYTES: when so many wait, the engine is asked to keep its blocks for a while.
+BUSY_BYTES = WAITING_BYTES * 3 // 4
 # MAX_UNREAD: a block that was dropped so many times without having been read is not written again.
 MAX_UNREAD = 3
 # MAX_COUNTED: most blocks whose drops are counted; each takes about 150 bytes.
@@ -25,17 +28,19 @@ class BlockIndex:
     """Runs by the contents of their blocks. Any thread may call its methods.
 
     Attributes:
-        counts: discarded blocks by reason.
+        counts: discarded blocks by reason: ``off`` (the folder does not work), ``slow`` (too much
+            waits), ``full`` (only the chain's beginning has room), ``orphan`` (the block before it
+            is not here), ``unread`` (it was dropped unread before), ``too_large`` (beyond the
+            limit), ``damaged`` and ``unreadable`` (a file was).
         cleared_ns: when it was cleared last; files with older blocks are not to be added.
     """
 
-    def __init__(self, clock: Callable[[], int], limit_bytes: int) -> None:
-        """``clock`` returns the time in ns since 1970."""
-        self._clock = clock
+    def __init__(self, clocks: Clocks, limit_bytes: int) -> None:
+        self._clocks = clocks
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._runs: dict[bytes, Run] = {}
-        self._waiting = WaitingRuns()
+        self._waiting = WaitingRuns(limit_bytes)
         self._used: dict[Run, None] = {}
         self._unread: OrderedDict[bytes, int] = OrderedDict()
         self._stamp = 0
@@ -77,33 +82,39 @@ class BlockIndex:
         return (
             content in self._runs
             or self._unread.get(content, 0) >= MAX_UNREAD
-            or self._clock() < self._off_until_ns
+            or self._clocks.timer() < self._off_until_ns
         )
 
     def put(self, block: StoredBlock) -> bool:
         """Let a block wait to be written; return False if it is here or not kept."""
         if len(block.content) != CONTENT_BYTES:
             raise ValueError(f"a content has {CONTENT_BYTES} bytes, not {len(block.content)}")
-        now = self._clock()
+        now = self._clocks.timer()
         with self._lock:
             if block.content in self._runs:
                 return False
             if reason := self._reason_against(block, now):
                 self.counts[reason] += 1
                 return False
-            run = self._waiting.add(block, now)
+            parent = self._runs.get(block.parent)
+            run = self._waiting.add(block, parent, self._clocks.wall(), now)
             self._runs[block.content] = run
             if run.blocks is not None and len(run.blocks) == 1:
                 self._use([run])
             return True
 
+    @property
+    def is_busy(self) -> bool:
+        """True while so much waits to be written that more may be discarded."""
+        return self._waiting.num_bytes >= BUSY_BYTES
+
     def take_waiting(self, *, is_last: bool = False) -> Run | None:
         """Return the next run to write; ``is_last``: although more blocks could follow."""
         with self._lock:
-            return self._waiting.take(None if is_last else self._clock())
+            return self._waiting.take(None if is_last else self._clocks.timer())
 
     def next_due_ns(self) -> int | None:
-        """Return when a run is to be written; None if none waits."""
+        """Return when a run is to be written, by the timer; None if none waits."""
         with self._lock:
             return self._waiting.next_due_ns()
 
@@ -115,7 +126,7 @@ class BlockIndex:
                 self._discard(run, reason)
 
     def turn_off(self, until_ns: int) -> None:
-        """Discard what waits, and keep nothing until a time."""
+        """Discard what waits, and keep nothing until a time of the timer."""
         with self._lock:
             self._off_until_ns = until_ns
             for run in self._waiting.drop_all():
@@ -138,15 +149,15 @@ class BlockIndex:
     def drop(self, run: Run, *, reason: str = "") -> None:
         """Forget a run whose file is gone; ``reason``: count its blocks as discarded."""
         with self._lock:
-            self._forget(run)
             if reason:
-                self.counts[reason] += len(run.all_contents())
+                self._discard(run, reason)
+            else:
+                self._forget(run)
 
     def evicted(self, run: Run) -> None:
         """Forget a run that was evicted, and count that if it was not read."""
         with self._lock:
-            self._forget(run)
-            for content in run.all_contents():
+            for content in self._forget(run):
                 if run.was_read:
                     self._unread.pop(content, None)
                 else:
@@ -157,7 +168,7 @@ class BlockIndex:
     def clear(self) -> None:
         """Forget everything that was put before."""
         with self._lock:
-            self.cleared_ns = self._clock()
+            self.cleared_ns = self._clocks.wall()
             for _ in self._waiting.drop_all():
                 pass
             self._runs = {}
@@ -183,6 +194,8 @@ class BlockIndex:
             return "off"
         if self._unread.get(block.content, 0) >= MAX_UNREAD:
             return "unread"
+        if block.parent and block.parent not in self._runs:
+            return "orphan"
         if len(block.data) >= self._limit_bytes:
             return "too_large"
         waiting = self._waiting.num_bytes
@@ -192,7 +205,7 @@ class BlockIndex:
         """Stamp the runs of a chain such that each is newer than what follows it."""
         if not runs:
             return
-        begin = stamp = max(self._stamp + 1, self._clock())
+        begin = stamp = max(self._stamp + 1, self._clocks.wall())
         for run in reversed(runs):
             run.used_ns = stamp
             self._used[run] = None
@@ -207,11 +220,12 @@ class BlockIndex:
         self._stamp = stamp
 
     def _discard(self, run: Run, reason: str) -> None:
-        self.counts[reason] += len(run.all_contents())
-        self._forget(run)
+        self.counts[reason] += len(self._forget(run))
 
-    def _forget(self, run: Run) -> None:
+    def _forget(self, run: Run) -> list[bytes]:
+        """Forget a run; return the contents that were found in it, and not in another one."""
         self._used.pop(run, None)
-        for content in run.all_contents():
-            if self._runs.get(content) is run:
-                del self._runs[content]
+        contents = [content for content in run.all_contents() if self._runs.get(content) is run]
+        for content in contents:
+            del self._runs[content]
+        return contents

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 from mlx_parallm.generation.kv_cache.disk import folder as folders
-from mlx_parallm.generation.kv_cache.disk.catalog import Catalog, file_name, owner_of
-from mlx_parallm.generation.kv_cache.disk.files import PART, Files
-from mlx_parallm.generation.kv_cache.disk.folder import WriterFolder
+from mlx_parallm.generation.kv_cache.disk.catalog import Catalog, file_name
+from mlx_parallm.generation.kv_cache.disk.clocks import Clocks
+from mlx_parallm.generation.kv_cache.disk.files import PART, Files, is_passing
+from mlx_parallm.generation.kv_cache.disk.folder import ChangeCounter, WriterFolder
 from mlx_parallm.generation.kv_cache.disk.format import (
     FIXED_BYTES,
     SUFFIX,
@@ -57,15 +57,18 @@ class Keeper:
         limit_bytes: int,
         index: BlockIndex,
         files: Files,
-        clock: Callable[[], int],
+        clocks: Clocks,
+        wake: Callable[[], None],
     ) -> None:
+        """``wake`` is called when less waits to be written than made the store busy."""
         self._folder = folder
+        self._wake = wake
         self._owner = owner
         self._limit_bytes = limit_bytes
         self._index = index
         self._files = files
-        self._clock = clock
-        self._catalog = Catalog(folder, files, clock)
+        self._timer = clocks.timer
+        self._catalog = Catalog(folder, files, clocks)
         self._own: WriterFolder | None = None
         self._counter = -1
         self._device: int | None = None
@@ -74,8 +77,9 @@ class Keeper:
         self._clear_is_due = False
         self._scan_failed = False
         self._next_scan_ns = 0
-        self._next_save_ns = clock() + SAVE_USES_NS
+        self._next_save_ns = clocks.timer() + SAVE_USES_NS
         self._next_log_ns = 0
+        self._changing_since_ns: int | None = None
         self.off = ""
         self.written_blocks = 0
         self.written_bytes = 0
@@ -84,6 +88,11 @@ class Keeper:
     def num_bytes(self) -> int:
         """Bytes of all files in the folder."""
         return self._catalog.num_bytes
+
+    def changing_s(self) -> float:
+        """Return how many seconds the change of files has taken that is under way."""
+        since = self._changing_since_ns
+        return 0.0 if since is None else (self._timer() - since) / _SECOND
 
     def doom(self, run: Run, why: str) -> None:
         """Let a damaged file be removed; any thread may call it."""
@@ -102,7 +111,7 @@ class Keeper:
             self._do_due(is_last=is_last)
         except OSError as problem:
             self._turn_off(problem)
-        now = self._clock()
+        now = self._timer()
         due = min(self._next_scan_ns, self._next_save_ns)
         if (waiting := self._index.next_due_ns()) is not None:
             due = min(due, waiting)
@@ -115,7 +124,7 @@ class Keeper:
             self._own = None
 
     def _do_due(self, *, is_last: bool) -> None:
-        now = self._clock()
+        now = self._timer()
         if now >= self._next_scan_ns:
             self._next_scan_ns = now + SCAN_NS
             self._scan()
@@ -135,41 +144,69 @@ class Keeper:
     @contextmanager
     def _changing(self) -> Generator[WriterFolder]:
         """Lock the folder, know all its files, and give this writer's folder."""
-        self._check_device()
-        with folders.locked(self._folder) as counter:
-            is_there = self._own is not None and self._own.is_there
-            if counter.read() != self._counter or not is_there:
-                self._see(*self._catalog.refresh())
-            if self._own is None or not is_there:
-                self._own = self._take_folder()
-            # Others look again if this process is killed in the midst of its change.
-            self._counter = counter.increase()
-            yield self._own
+        self._changing_since_ns = self._timer()
+        try:
+            self._check_device()
+            with folders.locked(self._folder) as counter:
+                yield self._begin_change(counter)
+        finally:
+            self._changing_since_ns = None
+
+    def _begin_change(self, counter: ChangeCounter) -> WriterFolder:
+        is_there = self._own is not None and self._own.is_there
+        if counter.read() != self._counter or not is_there:
+            self._see(*self._catalog.refresh())
+        if self._own is None or not is_there:
+            self._own = self._take_folder()
+        # Others look again if this process is killed in the midst of its change.
+        self._counter = counter.increase()
+        return self._own
 
     def _check_device(self) -> None:
         """Raise OSError if another file system is where the folder was."""
+        is_new = not self._folder.exists()
         self._folder.mkdir(mode=folders.FOLDER_MODE, exist_ok=True)
-        device = os.stat(self._folder).st_dev
-        if self._device is None:
-            self._device = device
-        if device != self._device:
+        device = self._files.device(self._folder)
+        if (
+            self._device is not None
+            and device != self._device
+            and not folders.is_ours(self._folder)
+        ):
+            if is_new:
+                self._folder.rmdir()
             raise OSError(errno.ENODEV, "its file system is not mounted")
+        self._device = device
 
     def _take_folder(self) -> WriterFolder:
-        """Take over the largest folder of a process that has ended, or make a new one."""
+        """Take over the largest folder of a process that has ended, or make a new one.
+
+        Empty folders of others that have ended are removed.
+        """
         if self._own is not None:
             self._own.close()
+        own: WriterFolder | None = None
         sizes = self._catalog.sizes()
         for name in sorted(sizes, key=lambda name: sizes[name], reverse=True):
-            if (taken := folders.take_over(self._folder / name)) is not None:
-                return taken
-        return folders.new_writer(self._folder)
+            if own is not None and sizes[name]:
+                continue
+            if (ended := folders.take_over(self._folder / name)) is None:
+                continue
+            if own is None:
+                own = ended
+            else:
+                ended.remove()
+        own = own or folders.new_writer(self._folder)
+        self._catalog.add_writer(own.name)
+        return own
 
     def _remove_all(self) -> None:
-        """Remove all files of the owner, of whatever writer and format."""
+        """Remove the files of the owner with blocks of before the last clear, of all writers.
+
+        Files whose headers are not read yet are removed when they are.
+        """
         with self._changing():
             for run in self._catalog.runs():
-                if owner_of(run.name) == self._owner:
+                if run.header is not None and run.header.put_ns <= self._index.cleared_ns:
                     self._remove(run)
                     self._index.drop(run)
 
@@ -195,8 +232,14 @@ class Keeper:
                 self._make_room(0)
 
     def _see(self, added: list[Run], gone: list[Run]) -> None:
+        own = self._own.name if self._own is not None else ""
+        # If all files of this writer are gone, a user removed them.
+        is_eviction = bool(self._catalog.sizes().get(own))
         for run in gone:
-            self._index.drop(run)
+            if is_eviction and run.writer == own:
+                self._index.evicted(run)
+            else:
+                self._index.drop(run)
         # The files used last are the first to be found again.
         for run in sorted(added, key=lambda run: run.used_ns, reverse=True):
             if run.name.endswith(PART):
@@ -212,6 +255,9 @@ class Keeper:
         except FileNotFoundError:
             return
         except (OSError, BadFileError) as problem:
+            if is_passing(problem):
+                self._new.append(run)
+                raise
             self._doomed.append((run, str(problem)))
             return
         if not self._index.add(run):
@@ -222,19 +268,26 @@ class Keeper:
         try:
             packed, header = pack_header(self._owner, run.parent, run.put_ns, run.blocks)
             with self._changing() as own:
-                if not self._make_room(header.file_bytes, own.name):
-                    self._index.finish(run, reason="too_large")
-                    return
-                self._write_file(run, packed, header, own)
+                ancestors = self._index.ancestors(run)
+                if run.parent and not ancestors:
+                    reason = "orphan"
+                elif not self._make_room(header.file_bytes, own.name, ancestors):
+                    reason = "full"
+                else:
+                    reason = ""
+                    self._write_file(run, packed, header, own)
+                    self._touch_older(ancestors, run.saved_ns)
         except OSError:
             self._index.finish(run, reason="off")
             raise
-        self._index.finish(run)
+        was_busy = self._index.is_busy
+        self._index.finish(run, reason=reason)
         self._turn_on()
+        if was_busy and not self._index.is_busy:
+            self._wake()
 
     def _write_file(self, run: Run, packed: bytes, header: Header, own: WriterFolder) -> None:
         assert run.blocks is not None
-        ancestors = [each for each in self._index.ancestors(run) if each.header is not None]
         run.writer, run.name = own.name, file_name(self._owner, secrets.token_hex(8))
         used_ns = run.used_ns
         self._files.write(run.path(self._folder), [packed, *run.blocks.values()], used_ns)
@@ -243,26 +296,38 @@ class Keeper:
         run.saved_ns, run.file_bytes = used_ns, header.file_bytes
         self._catalog.add(run)
         run.header, run.blocks = header, None
-        # On the disk too, no file is older than what follows it.
-        for ancestor in reversed(ancestors):
-            if ancestor.saved_ns < used_ns:
-                self._touch(ancestor)
 
-    def _make_room(self, needed: int, writer: str = "") -> bool:
-        """Evict until there is room for a file of a writer; False if there cannot be."""
+    def _touch_older(self, ancestors: list[Run], used_ns: int) -> None:
+        """Let files that are older than what follows them be newer, on the disk too."""
+        for run in reversed(ancestors):
+            if run.header is not None and run.saved_ns < used_ns:
+                self._touch(run)
+
+    def _make_room(self, needed: int, writer: str = "", ancestors: Collection[Run] = ()) -> bool:
+        """Evict until there is room for a file of a writer.
+
+        Return False if there cannot be, or only in place of its ancestors: a chain that is larger
+        than the limit keeps its beginning.
+        """
+        alive: set[str] | None = None
         while self._catalog.num_bytes + needed > self._limit_bytes:
-            run = self._catalog.oldest(self._by_excess(needed, writer))
-            if run is None:
+            alive = self._alive() if alive is None else alive
+            run = self._catalog.oldest(self._by_excess(alive, needed, writer))
+            if run is None or run in ancestors:
                 return False
             self._remove(run)
             self._index.evicted(run)
         return True
 
-    def _by_excess(self, needed: int, writer: str) -> list[str]:
+    def _alive(self) -> set[str]:
+        """Return the writers that live."""
+        own = self._own.name if self._own is not None else ""
+        names = self._catalog.sizes()
+        return {name for name in names if name == own or folders.is_alive(self._folder / name)}
+
+    def _by_excess(self, alive: set[str], needed: int, writer: str) -> list[str]:
         """Return the writers by their bytes above an equal share, the most first."""
         sizes = self._catalog.sizes()
-        own = self._own.name if self._own is not None else ""
-        alive = {name for name in sizes if name == own or folders.is_alive(self._folder / name)}
         share = self._limit_bytes / max(1, len(alive))
 
         def excess(name: str) -> float:
@@ -276,12 +341,16 @@ class Keeper:
         self._catalog.remove(run)
 
     def _remove_bad(self, run: Run, why: str) -> None:
-        now = self._clock()
+        now = self._timer()
         if why and now >= self._next_log_ns:
             self._next_log_ns = now + LOG_NS
             logger.warning("the KV file %s is removed: %s", run.path(self._folder), why)
         with self._changing():
-            self._remove(run)
+            try:
+                self._remove(run)
+            except (IsADirectoryError, PermissionError):
+                # A user put something else there, which stays.
+                self._catalog.remove(run)
 
     def _touch(self, run: Run) -> None:
         used_ns = run.used_ns
@@ -301,7 +370,7 @@ class Keeper:
         if not self.off:
             logger.warning("no KV is written to %s: %s", self._folder, why)
         self.off = why
-        self._index.turn_off(self._clock() + RETRY_NS)
+        self._index.turn_off(self._timer() + RETRY_NS)
 
     def _turn_on(self) -> None:
         if self.off:

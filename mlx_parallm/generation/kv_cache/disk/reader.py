@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 
+from mlx_parallm.generation.kv_cache.disk.clocks import Clocks
 from mlx_parallm.generation.kv_cache.disk.files import Files, OpenFile
 from mlx_parallm.generation.kv_cache.disk.format import BadFileError, Span, block_digest
 from mlx_parallm.generation.kv_cache.disk.runs import Run
@@ -34,12 +35,12 @@ class _Piece:
 class DiskFetch(Fetch):
     """Blocks of a chain that several threads read."""
 
-    def __init__(self, pieces: Sequence[_Piece], on_done: Callable[[], None]) -> None:
+    def __init__(self, pieces: Sequence[_Piece], wake: Callable[[], None]) -> None:
         self._pieces = pieces
-        self._on_done = on_done
+        self._wake = wake
         self._lock = threading.Lock()
         self._num_open = len(pieces)
-        # Blocks from here on are not needed: one before them cannot be read.
+        # Blocks from here on need not be read: the result ends before them.
         self._end = sum(len(piece.contents) for piece in pieces)
 
     @property
@@ -49,8 +50,12 @@ class DiskFetch(Fetch):
 
     def result(self) -> Sequence[bytes]:
         """See ``Fetch``."""
-        data = [block for piece in self._pieces for block in piece.data]
-        return data[: self._end]
+        data: list[bytes] = []
+        for piece in self._pieces:
+            data += piece.data
+            if len(piece.data) < len(piece.contents):
+                break
+        return data
 
     def cancel(self) -> None:
         """See ``Fetch``."""
@@ -71,12 +76,13 @@ class DiskFetch(Fetch):
             self._num_open -= 1
             is_last = self._num_open == 0
         if is_last:
-            self._on_done()
+            self._wake()
 
 
 class Readers:
     """Threads that read pieces of fetches, in the order in which they were asked for.
 
+    ``wake`` is called when a fetch is done,
     ``on_bad`` is called with a run that cannot be read, and why; ``on_read`` with a run, the number
     of its blocks that were read, and their bytes.
     """
@@ -87,13 +93,19 @@ class Readers:
         files: Files,
         on_bad: Callable[[Run, Exception], None],
         on_read: Callable[[Run, int, int], None],
+        wake: Callable[[], None],
+        clocks: Clocks,
     ) -> None:
         self._folder = folder
         self._files = files
         self._on_bad = on_bad
         self._on_read = on_read
+        self._wake = wake
+        self._timer = clocks.timer
         self._queue: SimpleQueue[tuple[DiskFetch, _Piece] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._begun_ns: dict[_Piece, int] = {}
+        self._is_closed = False
 
     def start(self) -> None:
         """Start the threads."""
@@ -103,15 +115,18 @@ class Readers:
             thread.start()
             self._threads.append(thread)
 
-    def fetch(self, runs: Sequence[tuple[Run, bytes]], on_done: Callable[[], None]) -> DiskFetch:
+    def fetch(self, runs: Sequence[tuple[Run, bytes]]) -> DiskFetch:
         """Begin to read contents, each with the run that has it."""
-        pieces = list(_pieces(runs))
-        fetch = DiskFetch(pieces, on_done)
+        pieces = [] if self._is_closed else list(_pieces(runs))
+        fetch = DiskFetch(pieces, self._wake)
         for piece in pieces:
             self._queue.put((fetch, piece))
-        if not pieces:
-            on_done()
         return fetch
+
+    def waiting_s(self) -> float:
+        """Return how many seconds the oldest read has taken that is under way."""
+        begun = min(list(self._begun_ns.values()), default=None)
+        return 0.0 if begun is None else (self._timer() - begun) / 1e9
 
     def read_waiting(self) -> None:
         """Read what waits, on the caller's thread."""
@@ -120,6 +135,7 @@ class Readers:
 
     def close(self, within_s: float) -> None:
         """End the threads after what they read now; fetches that wait get no more blocks."""
+        self._is_closed = True
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -134,9 +150,12 @@ class Readers:
         if work is None:
             return False
         fetch, piece = work
+        self._begun_ns[piece] = self._timer()
         try:
-            self._read(fetch, piece)
+            if not self._is_closed:
+                self._read(fetch, piece)
         finally:
+            del self._begun_ns[piece]
             fetch.finish_piece()
         return True
 

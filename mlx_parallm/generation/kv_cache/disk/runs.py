@@ -10,9 +10,10 @@ from pathlib import Path
 from mlx_parallm.generation.kv_cache.disk.format import Header
 from mlx_parallm.generation.kv_cache.stores import StoredBlock
 
-# RUN_BYTES: a run that has so many is written. Files of this size are read at a disk's full rate,
-# and lose little if one is evicted as a whole.
+# RUN_BYTES, RUNS: a run that has so many bytes, or this part of the folder's limit, is written.
+# Files of this size are read at a disk's full rate, and lose little if one is evicted as a whole.
 RUN_BYTES = 8 << 20
+RUNS = 8
 # IDLE_NS, AGE_NS: a run is written so long after its last, or its first block.
 IDLE_NS = 500_000_000
 AGE_NS = 1_500_000_000
@@ -25,7 +26,9 @@ class Run:
     Attributes:
         parent: content of the block before the first one; empty if there is none.
         put_ns: when the first block was put, in ns since 1970.
-        last_ns: when the last block was put.
+        begun_ns: the same by the timer.
+        last: content of the last block, while they are in memory.
+        last_ns: when the last block was put, by the timer.
         blocks: bytes of the blocks by their contents, in order; None once they are a file.
         data_bytes: bytes of the blocks, while they are in memory.
         file_bytes: bytes of the file.
@@ -39,6 +42,8 @@ class Run:
 
     parent: bytes = b""
     put_ns: int = 0
+    begun_ns: int = 0
+    last: bytes = b""
     last_ns: int = 0
     blocks: dict[bytes, bytes] | None = None
     data_bytes: int = 0
@@ -61,8 +66,8 @@ class Run:
         return folder / self.writer / self.name
 
     def due_ns(self) -> int:
-        """Return when it is to be written although it is not full."""
-        return min(self.last_ns + IDLE_NS, self.put_ns + AGE_NS)
+        """Return when it is to be written although it is not full, by the timer."""
+        return min(self.last_ns + IDLE_NS, self.begun_ns + AGE_NS)
 
 
 class WaitingRuns:
@@ -72,23 +77,31 @@ class WaitingRuns:
         num_bytes: bytes of all their blocks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int) -> None:
+        self._run_bytes = min(RUN_BYTES, limit_bytes // RUNS)
         # Open runs by the content of their last block.
         self._open: dict[bytes, Run] = {}
         self._full: deque[Run] = deque()
         self.num_bytes = 0
 
-    def add(self, block: StoredBlock, now_ns: int) -> Run:
-        """Append a block to the run that its parent ends, or to a new one; return the run."""
+    def add(self, block: StoredBlock, follows: Run | None, put_ns: int, now_ns: int) -> Run:
+        """Append a block to the run that its parent ends, or to a new one; return the run.
+
+        ``follows`` is the run that has the parent; ``put_ns`` is the time since 1970, and
+        ``now_ns`` that of the timer.
+        """
         run = self._open.pop(block.parent, None) if block.parent else None
         if run is None:
-            run = Run(parent=block.parent, put_ns=now_ns, blocks={})
+            # The beginning of a chain is written before what follows it.
+            if follows is not None and follows.last in self._open:
+                self._full.append(self._open.pop(follows.last))
+            run = Run(parent=block.parent, put_ns=put_ns, begun_ns=now_ns, blocks={})
         assert run.blocks is not None, "an open run is in memory"
         run.blocks[block.content] = block.data
-        run.last_ns = now_ns
+        run.last, run.last_ns = block.content, now_ns
         run.data_bytes += len(block.data)
         self.num_bytes += len(block.data)
-        if run.data_bytes >= RUN_BYTES:
+        if run.data_bytes >= self._run_bytes:
             self._full.append(run)
         else:
             self._open[block.content] = run

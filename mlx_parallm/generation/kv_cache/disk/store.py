@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_parallm.generation.kv_cache.disk.files import Files
+from typing_extensions import override
+
+from mlx_parallm.generation.kv_cache.disk.clocks import Clocks
+from mlx_parallm.generation.kv_cache.disk.files import Files, is_passing
 from mlx_parallm.generation.kv_cache.disk.format import BadFileError
 from mlx_parallm.generation.kv_cache.disk.index import BlockIndex
 from mlx_parallm.generation.kv_cache.disk.keeper import Keeper
@@ -21,6 +24,8 @@ from mlx_parallm.generation.kv_cache.stores import BlockStore, Fetch, StoredBloc
 START_WITHIN_S = 2.0
 # CLOSE_WITHIN_S: how long an end waits for what is still to be written.
 CLOSE_WITHIN_S = 5.0
+# SLOW_S: a disk that has not answered for so long is not asked for blocks.
+SLOW_S = 5.0
 
 
 @dataclass(slots=True)
@@ -43,7 +48,7 @@ class DiskStore(BlockStore):
         limit_bytes: int,
         *,
         files: Files | None = None,
-        clock: Callable[[], int] = time.time_ns,
+        clocks: Clocks | None = None,
         has_threads: bool = True,
     ) -> None:
         """Open the folder.
@@ -53,62 +58,73 @@ class DiskStore(BlockStore):
             owner: digest of all that decides the bytes of blocks, in hexadecimal digits.
             limit_bytes: most bytes of all files in the folder.
             files: calls to the operating system.
-            clock: returns the time in ns since 1970.
+            clocks: what the time is.
             has_threads: False: nothing happens but in ``turn``.
         """
         self._limit_bytes = limit_bytes
         self._files = files or Files()
-        self._index = BlockIndex(clock, limit_bytes)
-        self._keeper = Keeper(folder, owner, limit_bytes, self._index, self._files, clock)
-        self._readers = Readers(folder, self._files, self._on_bad, self._on_read)
+        clocks = clocks or Clocks()
+        self._index = BlockIndex(clocks, limit_bytes)
+        self._keeper = Keeper(
+            folder, owner, limit_bytes, self._index, self._files, clocks, self._on_progress
+        )
+        self._readers = Readers(
+            folder, self._files, self._on_bad, self._on_read, self._on_progress, clocks
+        )
         self._reads = _Reads()
-        self._wake_engine: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._wake = threading.Event()
+        self._wake_engine: Callable[[], None] = _nothing
+        self._flushes: list[threading.Event] = []
         self._is_closed = False
         self._thread: threading.Thread | None = None
         if has_threads:
             self._start()
 
+    @override
     def find(self, contents: Sequence[bytes]) -> int:
-        """See ``BlockStore``."""
-        return self._index.find(contents)
+        return 0 if self._readers.waiting_s() > SLOW_S else self._index.find(contents)
 
+    @override
     def use(self, contents: Sequence[bytes]) -> None:
-        """See ``BlockStore``."""
         self._index.use(contents)
 
-    def wake_by(self, wake: Callable[[], None]) -> None:
-        """See ``BlockStore``."""
-        self._wake_engine = wake
-
+    @override
     def fetch(self, contents: Sequence[bytes]) -> Fetch:
-        """See ``BlockStore``."""
         runs: list[tuple[Run, bytes]] = []
         for content in contents:
             if (run := self._index.get(content)) is None:
                 break
             runs.append((run, content))
-        return self._readers.fetch(runs, self._wake_engine)
+        return self._readers.fetch(runs)
 
+    @override
     def put(self, block: StoredBlock) -> None:
-        """See ``BlockStore``."""
         if not self._is_closed and self._index.put(block):
             self._wake.set()
 
+    @property
+    @override
+    def is_busy(self) -> bool:
+        return self._index.is_busy
+
+    @override
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        self._wake_engine = wake
+
+    @override
     def has(self, content: bytes) -> bool:
-        """See ``BlockStore``."""
         return self._index.has(content)
 
+    @override
     def clear(self) -> None:
-        """See ``BlockStore``."""
         self._index.clear()
         self._keeper.clear()
         self._wake.set()
 
     @property
+    @override
     def stats(self) -> StoreStats:
-        """See ``BlockStore``."""
         return StoreStats(
             num_blocks=len(self._index),
             used_bytes=self._keeper.num_bytes,
@@ -118,11 +134,11 @@ class DiskStore(BlockStore):
             written_blocks=self._keeper.written_blocks,
             written_bytes=self._keeper.written_bytes,
             discarded=dict(self._index.counts),
-            off=self._keeper.off,
+            off=self._keeper.off or self._slow(),
         )
 
+    @override
     def close(self) -> None:
-        """See ``BlockStore``."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -135,10 +151,25 @@ class DiskStore(BlockStore):
             self._keeper.turn(is_last=True)
             self._keeper.close()
 
+    def flush(self) -> None:
+        """Return when what waits is written, or discarded."""
+        if self._thread is None:
+            self._keeper.turn(is_last=True)
+            return
+        is_flushed = threading.Event()
+        self._flushes.append(is_flushed)
+        self._wake.set()
+        is_flushed.wait()
+
     def turn(self) -> None:
         """Do what is due on the caller's thread, in a store without threads."""
         self._keeper.turn()
         self._readers.read_waiting()
+
+    def _slow(self) -> str:
+        """Return a sentence if the disk does not answer, else an empty text."""
+        waiting_s = max(self._readers.waiting_s(), self._keeper.changing_s())
+        return f"the disk has not answered for {waiting_s:.0f} s" if waiting_s > SLOW_S else ""
 
     def _start(self) -> None:
         is_ready = threading.Event()
@@ -155,18 +186,25 @@ class DiskStore(BlockStore):
         while not self._is_closed:
             self._wake.wait(delay_s)
             self._wake.clear()
-            delay_s = self._keeper.turn(is_last=self._is_closed)
+            flushes, self._flushes = self._flushes, []
+            delay_s = self._keeper.turn(is_last=bool(flushes))
+            for is_flushed in flushes:
+                is_flushed.set()
         self._keeper.turn(is_last=True)
         self._keeper.close()
 
+    def _on_progress(self) -> None:
+        self._wake_engine()
+
     def _on_bad(self, run: Run, problem: Exception) -> None:
+        if is_passing(problem):
+            return
         if isinstance(problem, FileNotFoundError):
             # Another process evicted it.
             self._index.drop(run)
             return
-        self._index.drop(
-            run, reason="damaged" if isinstance(problem, BadFileError) else "unreadable"
-        )
+        reason = "damaged" if isinstance(problem, BadFileError) else "unreadable"
+        self._index.drop(run, reason=reason)
         self._keeper.doom(run, str(problem))
         self._wake.set()
 
@@ -175,3 +213,7 @@ class DiskStore(BlockStore):
         with self._lock:
             self._reads.blocks += num_blocks
             self._reads.num_bytes += num_bytes
+
+
+def _nothing() -> None:
+    """Wake no engine: there is none yet."""

@@ -1,12 +1,16 @@
 """The disk store: what was put is found, read and verified, also after a restart."""
 
-import threading
+import itertools
 from pathlib import Path
 
 import pytest
+from typing_extensions import override
 
 from mlx_parallm.generation.kv_cache.disk.store import DiskStore
+from mlx_parallm.generation.kv_cache.stores import BlockStore
 from tests.kv_disk import OWNER, Disk, chain, contents, data, read
+from tests.unit.generation.kv_cache.store_suite import LimitedStoreSuite
+from tests.unit.generation.kv_cache.store_suite import read as read_awaited
 
 
 @pytest.fixture
@@ -63,13 +67,28 @@ def test_a_store_with_threads_does_the_same(tmp_path: Path):
         store.put(block)
     store.close()
     store = DiskStore(tmp_path, OWNER, 1 << 30)
-    done = threading.Event()
     assert store.find(contents(blocks)) == 300
-    store.wake_by(done.set)
-    fetch = store.fetch(contents(blocks))
-    done.wait()
-    assert list(fetch.result()) == data(blocks)
+    assert read_awaited(store, contents(blocks)) == data(blocks)
     store.close()
+
+
+class TestSuite(LimitedStoreSuite):
+    """A store with threads passes the suite of all stores."""
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folders = (tmp_path / str(number) for number in itertools.count())
+
+    @override
+    def make_store(self, limit_bytes: int) -> BlockStore:
+        folder = next(self.folders)
+        folder.mkdir()
+        return DiskStore(folder, OWNER, limit_bytes)
+
+    @override
+    def settle(self, store: BlockStore) -> None:
+        assert isinstance(store, DiskStore)
+        store.flush()
 
 
 def test_clear_forgets_and_removes_all_files_of_the_owner(disk: Disk):
