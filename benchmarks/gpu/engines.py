@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -20,21 +21,26 @@ from mlx_lm.generate import BatchGenerator
 from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation.build import speculative_for
+from mlx_parallm.generation.device_runner import DeviceRunner
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.kv_cache.stores import BlockStore
+from mlx_parallm.generation.kv_cache.tiers import Tiers
 from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.models.checkpoints.decoder_sizes import query_heads
-from mlx_parallm.types.step import StepTracer
+from mlx_parallm.types.step import Runner, StepTracer
 from mlx_parallm.worker.attention.backend_choice import choose_backend
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.generation.cache_layout import kv_shapes, probe_layout
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.load.runner import make_draft, make_runner
+from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.generation.warm_up import WarmUp
+from mlx_parallm.worker.ops import Op, Pending, ReadBlocks, Step, WriteBlocks
 from tests.builders.random_models import RandomModel, flatten
 
 #: ``STEP_TOKENS``: the token budget of a step.
@@ -83,6 +89,25 @@ class NoText:
         return ""
 
 
+class OneRunner:
+    """The part of a worker that steps and moves of blocks need, with one model."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def begin(self, op: Op[Any]) -> Pending[Any]:
+        """Begin an op."""
+        match op:
+            case Step():
+                return self._runner.submit(op.batch)
+            case ReadBlocks():
+                return self._runner.read_blocks(op.blocks)
+            case WriteBlocks():
+                return self._runner.write_blocks(op.blocks, op.data)
+            case _:
+                raise NotImplementedError(op)
+
+
 @dataclass(frozen=True, slots=True)
 class BenchEngine:
     """An engine, and the parts of it that a benchmark looks at."""
@@ -127,6 +152,7 @@ def make_engine(
     draft: RandomModel | None = None,
     grammars: GrammarCompiler | None = None,
     warms_up: bool = False,
+    stores: Sequence[BlockStore] = (),
 ) -> BenchEngine:
     """Return an engine as ``engine.build`` makes it, of a model with the loader's linear layers.
 
@@ -143,6 +169,7 @@ def make_engine(
         draft: with which draft model.
         grammars: the compiler of its constrained samples' grammars.
         warms_up: see ``--warm-up``.
+        stores: below its pool, nearest first.
     """
     if backend_name() == "cuda":
         flatten(model)
@@ -162,7 +189,13 @@ def make_engine(
         loaded, layouts, plan, num_blocks, backend, drafting, grammars=grammars, tracer=tracer
     )[0]
     info = runner.info
-    kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=not info.has_state)
+    tiers = Tiers(stores, block_bytes=plan.block_bytes) if stores else None
+    kv = KVCacheManager(
+        info.num_blocks,
+        info.block_size,
+        enable_prefix_caching=not info.has_state,
+        tiers=tiers,
+    )
     scheduler = Scheduler(
         config,
         kv,
@@ -177,8 +210,17 @@ def make_engine(
         )
     metrics = EngineMetrics(MetricFamilies(), "bench", info)
     engine = GenerationEngine(
-        scheduler, runner, cast(Tokenizer, NoText()), metrics, warm_up=steps, tracer=tracer
+        scheduler,
+        _moving(runner) if stores else runner,
+        cast(Tokenizer, NoText()),
+        metrics,
+        tiers=tiers,
+        warm_up=steps,
+        tracer=tracer,
     )
+    if stores:
+        # Random weights that stay the same: any name of them will do.
+        engine.policies.base.identity = engine.policies.base.lasting.digest = "bench"
     while engine.prepare():
         pass
     return BenchEngine(engine, kv, plan.block_bytes)
@@ -236,6 +278,13 @@ def engine_for(model: RandomModel, **options: Any) -> Iterator[tuple[BenchEngine
             gc.unfreeze()
         layers.restore()
         mx.clear_cache()
+
+
+def _moving(runner: ModelRunner) -> Runner:
+    """Return a runner that moves blocks too."""
+    worker: Any = OneRunner(runner)
+    plan: Any = SimpleNamespace(info=runner.info, prepares_shapes=runner.prepares_shapes)
+    return DeviceRunner(worker, "bench", plan)
 
 
 def _draft_model(model: RandomModel, cache: CacheConfig, num_blocks: int) -> DraftModel:
