@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _SAMPLE = re.compile(
-    r"^vllm:(generation_tokens|prompt_tokens|prefix_cache_hits)_total\{(.*)\} (\S+)$", re.MULTILINE
+    r"^vllm:(generation_tokens|prompt_tokens|(?:external_)?prefix_cache_hits)_total\{(.*)\} (\S+)$",
+    re.MULTILINE,
 )
 _ENGINE = re.compile(r'(?:^|,)engine="(\d+)"')
 
@@ -24,7 +25,7 @@ class EngineShare:
         engine: its number.
         output_tokens: tokens that it generated.
         prompt_tokens: tokens of its prompts.
-        cached_tokens: how many of these it found in its prefix cache.
+        cached_tokens: how many of these it found in its prefix cache, on disk or in host memory.
     """
 
     engine: int
@@ -70,5 +71,5 @@ def _share(engine: int, before: Mapping[str, int], after: Mapping[str, int]) -> 
         engine=engine,
         output_tokens=growth("generation_tokens"),
         prompt_tokens=growth("prompt_tokens"),
-        cached_tokens=growth("prefix_cache_hits"),
+        cached_tokens=growth("prefix_cache_hits") + growth("external_prefix_cache_hits"),
     )

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from typing_extensions import override
@@ -470,7 +471,12 @@ def _engine(
         scheduler,
         runner,
         loaded.tokenizer,
-        EngineMetrics(context.families, name, info),
+        EngineMetrics(
+            context.families,
+            name,
+            info,
+            read_tiers=None if tiers is None else partial(tiers.stats, info.block_size),
+        ),
         live=live,
         tiers=tiers,
         grammars=grammars,

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.generation.kv_cache.tiers import TiersStats
 from mlx_parallm.generation.scheduler.updates import SchedulerStats, SpeculationStats
+from mlx_parallm.generation.tier_metrics import TierCollector
 from mlx_parallm.types.events import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import RunnerInfo, ScheduledBatch
@@ -146,7 +148,18 @@ class EngineMetrics:
         info: RunnerInfo,
         *,
         clock: Callable[[], float] = time.monotonic,
+        read_tiers: Callable[[], TiersStats] | None = None,
     ) -> None:
+        """Prepare.
+
+        Args:
+            metrics: the families of the process.
+            model_name: a label's value.
+            info: describes the KV pool.
+            clock: returns seconds.
+            read_tiers: returns the state of the stores below the pool, on any thread; None without
+                stores.
+        """
         families = self._families = metrics.of(GenerationFamilies)
         self._labels = (model_name, "0")
         self._clock = clock
@@ -160,10 +173,22 @@ class EngineMetrics:
             info.attention_backend,
             info.path,
         ).set(1)
+        self._read_tiers = read_tiers
+        if read_tiers is not None:
+            metrics.of(TierCollector).add(self._labels, self)
         self.on_queue(self.stats)
         self._inter_token = families.inter_token.labels(*self._labels)
         self._generated = families.generation_tokens.labels(*self._labels)
         self._iteration = families.iteration_tokens.labels(*self._labels)
+
+    @property
+    def num_missed_tokens(self) -> int:
+        """See ``TierSource``."""
+        return self.stats.prefix_queries - self.stats.prefix_hits
+
+    def read_tiers(self) -> TiersStats:
+        """See ``TierSource``."""
+        return TiersStats() if self._read_tiers is None else self._read_tiers()
 
     def on_add(self, request: GenerateRequest, arrival_s: float | None) -> None:
         """Count a request that was queued."""

@@ -218,7 +218,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return how full the scheduler is, and its counters."""
-        inputs, tiers = self._running.inputs, self._kv.tiers
+        inputs = self._running.inputs
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=self._live.num_waiting,
@@ -232,7 +232,6 @@ class Scheduler:
             images_computed=self._running.input_runs.num_images_computed,
             images_found=inputs.num_images_found,
             input_bytes=inputs.used_bytes,
-            tiers=None if tiers is None else tiers.stats(self._kv.block_size),
         )
 
     def check_integrity(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mlx_parallm.generation.kv_cache.tiers import TiersStats
 from mlx_parallm.types.events import FinishReason, PromptEvent
 from mlx_parallm.types.record import message
 from mlx_parallm.types.request import DEFAULT_VERSION
@@ -73,7 +72,6 @@ class SchedulerStats:
         images_computed: how often an image's features were computed so far.
         images_found: how often a sequence found them kept.
         input_bytes: size of the features and other products of inputs that are kept.
-        tiers: the stores below the pool; None without any.
     """
 
     num_running: int = 0
@@ -88,4 +86,3 @@ class SchedulerStats:
     images_computed: int = 0
     images_found: int = 0
     input_bytes: int = 0
-    tiers: TiersStats | None = None

@@ -21,6 +21,8 @@ INTERVAL_S = 10.0
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 PROMPT, GENERATED = "vllm:prompt_tokens_total", "vllm:generation_tokens_total"
 QUERIES, HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
+# STORED: of the queries that memory did not have, those that a disk or host memory had.
+STORED = "vllm:external_prefix_cache_hits_total"
 POOLED = "mlx_parallm:encoder_tokens_total"
 KV_USAGE = "vllm:kv_cache_usage_perc"
 _SAMPLE = re.compile(r"^([a-z_:]+)(?:\{.*\})? (\S+)$", re.MULTILINE)
@@ -71,7 +73,9 @@ class LoadSample:
             "kv_used": round(self.kv_usage, 3),
         }
         if queries > 0:
-            line["prefix_hits"] = round(new(HITS) / queries, 3)
+            line["prefix_hits"] = round((new(HITS) + new(STORED)) / queries, 3)
+        if new(STORED) > 0:
+            line["stored_hits"] = round(new(STORED) / max(queries, 1), 3)
         if new(POOLED) > 0:
             line["pooled_tokens_per_s"] = round(new(POOLED) / seconds, 1)
         return line

@@ -24,6 +24,7 @@ def metrics(running: int = 0, waiting: int = 0, **more: float) -> str:
         "vllm:prefix_cache_queries_total": more.get("queries", 0),
         "vllm:prefix_cache_hits_total": more.get("hits", 0),
         "vllm:kv_cache_usage_perc": more.get("kv", 0),
+        "vllm:external_prefix_cache_hits_total": more.get("stored", 0),
     }
     lines = [f'{name}{{engine="0",model_name="a b"}} {value}' for name, value in values.items()]
     idle = [f'{name}{{engine="1",model_name="a b"}} 0.0' for name in values]
@@ -41,6 +42,12 @@ def test_a_line_has_the_rates_since_the_line_before() -> None:
         "kv_used": 0.25,
         "prefix_hits": 0.75,
     }
+
+
+def test_what_came_from_stores_counts_as_found_too() -> None:
+    before = LoadSample.of(metrics(queries=100, hits=10, stored=20), 5.0)
+    line = LoadSample.of(metrics(queries=300, hits=60, stored=120), 15.0).line(before)
+    assert (line["prefix_hits"], line["stored_hits"]) == (0.75, 0.5)
 
 
 class ScriptedMetrics:
