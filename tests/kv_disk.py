@@ -1,12 +1,18 @@
 """A disk store without threads, with a clock of its own and files that can fail."""
 
 import hashlib
-from collections.abc import Sequence
+import os
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from typing_extensions import override
+
 from mlx_parallm.generation.kv_cache.disk.clocks import Clocks
-from mlx_parallm.generation.kv_cache.disk.files import Files
+from mlx_parallm.generation.kv_cache.disk.files import Files, FileState, OpenFile
+from mlx_parallm.generation.kv_cache.disk.folder import locked
 from mlx_parallm.generation.kv_cache.disk.store import DiskStore
 from mlx_parallm.generation.kv_cache.stores import StoredBlock
 
@@ -26,6 +32,61 @@ class Clock:
 
     def pass_s(self, seconds: float) -> None:
         self.now_ns += int(seconds * SECOND)
+
+
+@dataclass
+class FaultyFiles(Files):
+    """Files whose calls raise an error, or do something before."""
+
+    errors: dict[str, int] = field(default_factory=dict)
+    before: dict[str, Callable[[], None]] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+
+    def _call(self, name: str) -> None:
+        self.calls[name] += 1
+        if name in self.before:
+            self.before[name]()
+        if name in self.errors:
+            raise OSError(self.errors[name], os.strerror(self.errors[name]))
+
+    @override
+    def folders(self, folder: Path) -> list[str]:
+        self._call("list")
+        return super().folders(folder)
+
+    @override
+    def states(self, folder: Path) -> list[FileState]:
+        self._call("list")
+        return super().states(folder)
+
+    @override
+    def device(self, path: Path) -> int:
+        self._call("device")
+        return super().device(path)
+
+    @override
+    @contextmanager
+    def reading(self, path: Path) -> Generator[OpenFile]:
+        self._call("read")
+        with super().reading(path) as file:
+            yield file
+
+    @override
+    def write_parts(self, descriptor: int, parts: Iterable[bytes]) -> None:
+        if "write" in self.errors:
+            os.write(descriptor, b"half a file")
+        self._call("write")
+        super().write_parts(descriptor, parts)
+
+    @override
+    def touch(self, path: Path, used_ns: int) -> None:
+        self._call("touch")
+        super().touch(path, used_ns)
+
+    @override
+    def remove(self, path: Path) -> None:
+        self._call("remove")
+        super().remove(path)
 
 
 def chain(
@@ -69,12 +130,21 @@ class Disk:
         store.turn()
         return store
 
+    def kill(self, store: DiskStore) -> None:
+        """End a store as SIGKILL does: its locks are free, and what waits is lost."""
+        store._keeper.close()
+
     def save(self, store: DiskStore, blocks: Sequence[StoredBlock]) -> None:
         """Put blocks, and let time pass until they are files."""
         for block in blocks:
             store.put(block)
         self.clock.pass_s(3)
         store.turn()
+
+    def count_change(self) -> None:
+        """Increase the counter of changes, as every process does before it changes files."""
+        with locked(self.folder) as counter:
+            counter.increase()
 
     def files(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("*/*") if path.name != "lock")

@@ -17,9 +17,6 @@ from mlx_parallm.generation.kv_cache.disk.runs import Run
 
 # A file's name: owner, a random number, and the format, of this version or another.
 _NAME = re.compile(r"([0-9a-f]+)-[0-9a-f]+(\.kv\d+)")
-# RECENT_NS: a folder that changed so shortly before it was listed is listed again, because file
-# systems count time in steps, and a change in the same step would not be seen.
-RECENT_NS = 1_000_000_000
 
 
 def file_name(owner: str, number: str) -> str:
@@ -39,7 +36,7 @@ class _Writer:
 
     files: dict[str, Run] = field(default_factory=dict[str, Run])
     num_bytes: int = 0
-    listed_at: int = -1
+    changed_ns: int = -1
     heap: list[tuple[int, int, Run]] = field(default_factory=list[tuple[int, int, Run]])
 
 
@@ -58,8 +55,11 @@ class Catalog:
         self._numbers = itertools.count()
         self.num_bytes = 0
 
-    def refresh(self) -> tuple[list[Run], list[Run]]:
-        """List folders that changed; return the files that are new, and those that are gone.
+    def refresh(self, *, everything: bool) -> tuple[list[Run], list[Run]]:
+        """List folders; return the files that are new, and those that are gone.
+
+        Without ``everything``, only folders are listed whose time of change is another one. That
+        is enough for what users do, but file systems count time in steps.
 
         Raises:
             OSError: the folder cannot be read.
@@ -71,7 +71,7 @@ class Catalog:
             gone += self._forget_writer(name)
         for name in sorted(names):
             try:
-                self._refresh_writer(name, added, gone)
+                self._refresh_writer(name, added, gone, everything=everything)
             except FileNotFoundError:
                 gone += self._forget_writer(name)
         return added, gone
@@ -142,11 +142,13 @@ class Catalog:
             run.was_read = True
         return True
 
-    def _refresh_writer(self, name: str, added: list[Run], gone: list[Run]) -> None:
+    def _refresh_writer(
+        self, name: str, added: list[Run], gone: list[Run], *, everything: bool
+    ) -> None:
         path = self._folder / name
         changed_ns = self._files.changed_ns(path)
         writer = self._writers.setdefault(name, _Writer())
-        if changed_ns == writer.listed_at:
+        if changed_ns == writer.changed_ns and not everything:
             return
         states = {state.name: state for state in self._files.states(path)}
         for file in list(writer.files.values()):
@@ -161,8 +163,7 @@ class Catalog:
                 run = self._run(name, state)
                 self.add(run)
                 added.append(run)
-        is_recent = abs(self._wall() - changed_ns) < RECENT_NS
-        writer.listed_at = -1 if is_recent else changed_ns
+        writer.changed_ns = changed_ns
 
     def _run(self, writer: str, state: FileState) -> Run:
         used_ns = min(state.changed_ns, self._wall())

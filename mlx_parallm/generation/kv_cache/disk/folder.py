@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -71,8 +72,17 @@ def is_ours(path: Path) -> bool:
 
 
 def open_lock(path: Path) -> int:
-    """Open the file of a lock, create it if necessary, and return its descriptor."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+    """Open the file of a lock, create it if necessary, and return its descriptor.
+
+    On a file system that became read-only, it is opened for reading: it can be locked too.
+    """
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | flags, FILE_MODE)
+    except OSError as problem:
+        if problem.errno != errno.EROFS:
+            raise
+        return os.open(path, os.O_RDONLY | flags)
 
 
 def is_at(descriptor: int, path: Path) -> bool:
@@ -112,6 +122,8 @@ class ChangeCounter:
     def increase(self) -> int:
         """Increase the number, and return it."""
         number = (self.read() + 1) % (1 << 8 * _COUNTER_BYTES)
+        if fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         os.pwrite(self._descriptor, number.to_bytes(_COUNTER_BYTES, "little"), 0)
         return number
 

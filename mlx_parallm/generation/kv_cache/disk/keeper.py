@@ -79,7 +79,7 @@ class Keeper:
         self._next_scan_ns = 0
         self._next_save_ns = clocks.timer() + SAVE_USES_NS
         self._next_log_ns = 0
-        self._changing_since_ns: int | None = None
+        self._locked_since_ns: int | None = None
         self.off = ""
         self.written_blocks = 0
         self.written_bytes = 0
@@ -89,9 +89,9 @@ class Keeper:
         """Bytes of all files in the folder."""
         return self._catalog.num_bytes
 
-    def changing_s(self) -> float:
-        """Return how many seconds the change of files has taken that is under way."""
-        since = self._changing_since_ns
+    def waiting_s(self) -> float:
+        """Return how many seconds the work with files has taken that is under way."""
+        since = self._locked_since_ns
         return 0.0 if since is None else (self._timer() - since) / _SECOND
 
     def doom(self, run: Run, why: str) -> None:
@@ -142,25 +142,29 @@ class Keeper:
             self._save_uses()
 
     @contextmanager
-    def _changing(self) -> Generator[WriterFolder]:
-        """Lock the folder, know all its files, and give this writer's folder."""
-        self._changing_since_ns = self._timer()
+    def _locked(self) -> Generator[ChangeCounter]:
+        """Lock the folder, and know all its files."""
+        self._locked_since_ns = self._timer()
         try:
             self._check_device()
             with folders.locked(self._folder) as counter:
-                yield self._begin_change(counter)
+                if (number := counter.read()) != self._counter:
+                    self._see(*self._catalog.refresh(everything=True))
+                    self._counter = number
+                yield counter
         finally:
-            self._changing_since_ns = None
+            self._locked_since_ns = None
 
-    def _begin_change(self, counter: ChangeCounter) -> WriterFolder:
-        is_there = self._own is not None and self._own.is_there
-        if counter.read() != self._counter or not is_there:
-            self._see(*self._catalog.refresh())
-        if self._own is None or not is_there:
-            self._own = self._take_folder()
-        # Others look again if this process is killed in the midst of its change.
-        self._counter = counter.increase()
-        return self._own
+    @contextmanager
+    def _changing(self) -> Generator[WriterFolder]:
+        """Lock the folder for a change, and give this writer's folder."""
+        with self._locked() as counter:
+            # Others look again even if this process is killed in the midst of its change.
+            self._counter = counter.increase()
+            if self._own is None or not self._own.is_there:
+                self._see(*self._catalog.refresh(everything=True))
+                self._own = self._take_folder()
+            yield self._own
 
     def _check_device(self) -> None:
         """Raise OSError if another file system is where the folder was."""
@@ -217,8 +221,8 @@ class Keeper:
                 with self._changing():
                     pass
             else:
-                self._check_device()
-                self._see(*self._catalog.refresh())
+                with self._locked():
+                    self._see(*self._catalog.refresh(everything=False))
         except OSError:
             self._scan_failed = True
             for run in self._catalog.clear():

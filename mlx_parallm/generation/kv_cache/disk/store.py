@@ -168,7 +168,7 @@ class DiskStore(BlockStore):
 
     def _slow(self) -> str:
         """Return a sentence if the disk does not answer, else an empty text."""
-        waiting_s = max(self._readers.waiting_s(), self._keeper.changing_s())
+        waiting_s = max(self._readers.waiting_s(), self._keeper.waiting_s())
         return f"the disk has not answered for {waiting_s:.0f} s" if waiting_s > SLOW_S else ""
 
     def _start(self) -> None:

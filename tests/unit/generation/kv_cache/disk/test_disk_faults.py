@@ -4,81 +4,23 @@ import errno
 import logging
 import os
 import shutil
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typing_extensions import override
 
-from mlx_parallm.generation.kv_cache.disk.files import Files, FileState, OpenFile
+from mlx_parallm.generation.kv_cache.disk.files import Files
 from mlx_parallm.generation.kv_cache.disk.format import FIXED_BYTES, MAGIC
 from mlx_parallm.generation.kv_cache.disk.index import WAITING_BYTES
 from mlx_parallm.generation.kv_cache.disk.keeper import LOG_NS, RETRY_NS
 from mlx_parallm.generation.kv_cache.disk.store import SLOW_S, DiskStore
-from tests.kv_disk import MIB, SECOND, Disk, chain, contents, data, read
+from tests.kv_disk import MIB, SECOND, Disk, FaultyFiles, chain, contents, data, read
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Disk:
     return Disk(tmp_path / "kv")
-
-
-@dataclass
-class FaultyFiles(Files):
-    """Files whose calls raise an error, or do something before."""
-
-    errors: dict[str, int] = field(default_factory=dict)
-    before: dict[str, Callable[[], None]] = field(default_factory=dict)
-    calls: Counter[str] = field(default_factory=Counter)
-
-    def _call(self, name: str) -> None:
-        self.calls[name] += 1
-        if name in self.before:
-            self.before[name]()
-        if name in self.errors:
-            raise OSError(self.errors[name], os.strerror(self.errors[name]))
-
-    @override
-    def folders(self, folder: Path) -> list[str]:
-        self._call("list")
-        return super().folders(folder)
-
-    @override
-    def states(self, folder: Path) -> list[FileState]:
-        self._call("list")
-        return super().states(folder)
-
-    @override
-    def device(self, path: Path) -> int:
-        self._call("device")
-        return super().device(path)
-
-    @override
-    @contextmanager
-    def reading(self, path: Path) -> Generator[OpenFile]:
-        self._call("read")
-        with super().reading(path) as file:
-            yield file
-
-    @override
-    def write_parts(self, descriptor: int, parts: Iterable[bytes]) -> None:
-        if "write" in self.errors:
-            os.write(descriptor, b"half a file")
-        self._call("write")
-        super().write_parts(descriptor, parts)
-
-    @override
-    def touch(self, path: Path, used_ns: int) -> None:
-        self._call("touch")
-        super().touch(path, used_ns)
-
-    @override
-    def remove(self, path: Path) -> None:
-        self._call("remove")
-        super().remove(path)
 
 
 def flip(position: int) -> Callable[[Path], None]:
