@@ -86,15 +86,24 @@ class KVCacheManager:
                 break
             matched.append(block)
             table.hashes.append(link)
-        while matched:
-            num_whole = inputs.cut(0, len(matched) * self.block_size) // self.block_size
-            if num_whole == len(matched):
-                break
-            del matched[num_whole:], table.hashes[num_whole:]
+        num_whole = self.count_whole(inputs, len(matched))
+        del matched[num_whole:], table.hashes[num_whole:]
         for block in matched:
             self._pool.share(block)
         table.append(matched)
         return table
+
+    def count_whole(self, inputs: PromptInputs, num_blocks: int) -> int:
+        """Return how many of a prompt's first blocks, at most ``num_blocks``, may be a prefix.
+
+        It ends where rows of ``inputs`` may be cut.
+        """
+        while num_blocks:
+            num_whole = inputs.cut(0, num_blocks * self.block_size) // self.block_size
+            if num_whole == num_blocks:
+                break
+            num_blocks = num_whole
+        return num_blocks
 
     def grow(self, table: BlockTable, num_tokens: int) -> bool:
         """Make room for ``num_tokens`` tokens in all; False if the pool cannot."""
@@ -160,7 +169,7 @@ class KVCacheManager:
         tiers.use([root + link for link in table.hashes])
         runs = tiers.find(contents)
         num_found = sum(len(run.contents) for run in runs)
-        num_whole = table.inputs.cut(0, (first + num_found) * size) // size - first
+        num_whole = self.count_whole(table.inputs, first + num_found) - first
         if num_whole < tiers.min_fetched:
             return ()
         return runs if num_whole == num_found else tiers.find(contents[:num_whole])

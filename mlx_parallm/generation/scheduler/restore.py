@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mlx_parallm.generation.kv_cache.blocks import BlockTable
+from mlx_parallm.generation.kv_cache.fetches import ChainFetch
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
-from mlx_parallm.generation.kv_cache.tiers import Tiers
+from mlx_parallm.generation.kv_cache.tiers import ArrivedBlock, Tiers
 from mlx_parallm.generation.scheduler.running import RunningSet
 from mlx_parallm.generation.scheduler.sequence import Sequence
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
@@ -59,21 +60,27 @@ class Restorer:
         Others may have computed some of them meanwhile, or have evicted what they follow. Then, as
         after a change of the weights, what was read is of no use.
         """
-        fetch, table = sequence.fetch, sequence.blocks
-        if fetch is None:
+        if sequence.fetch is None:
             return
-        arrived = self._tiers.take(fetch)
-        most = (len(known) - 1) // self._kv.block_size - len(table.blocks)
-        contents = fetch.contents[: len(arrived)]
-        if most > 0 and table.lasting_root is not None:
-            content = self._kv.next_content(table, known)
-            if content in contents:
-                first = contents.index(content)
-                sequence.arrived.extend(arrived[first : first + most])
+        sequence.arrived.extend(self._useful(sequence.fetch, sequence.blocks, known))
         for block in sequence.arrived:
             self._tiers.count_hit(block.tier)
         if not sequence.arrived:
             self._running.end_fetch(sequence)
+
+    def _useful(self, fetch: ChainFetch, table: BlockTable, known: list[int]) -> list[ArrivedBlock]:
+        """Return what was read of the blocks that follow a table's, as far as it may be used."""
+        contents, arrived = fetch.contents, self._tiers.take(fetch)
+        num_had = len(table.blocks)
+        most = (len(known) - 1) // self._kv.block_size - num_had
+        if most <= 0 or table.lasting_root is None:
+            return []
+        content = self._kv.next_content(table, known)
+        if content not in contents:
+            return []
+        following = arrived[contents.index(content) :][:most]
+        num_whole = self._kv.count_whole(table.inputs, num_had + len(following))
+        return following[: num_whole - num_had]
 
     def fill(self, plan: StepPlan, make_room: MakeRoom) -> None:
         """Plan to fill blocks of running sequences; their tokens count as computed then.

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.kv_cache.stores import BlockStore
 from mlx_parallm.generation.scheduler import running
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.errors import InvalidRequestError
@@ -22,6 +23,7 @@ from mlx_parallm.types.model_input import HostArray, InputKind, ModelInput, Span
 from mlx_parallm.types.request import INPUT_TOKEN, GenerateRequest, SamplingParams
 from mlx_parallm.types.step import Moves, ScheduledBatch, ScheduledSequence, StepOutput
 from tests.block_simulator import END_ID, SimulatedRunner
+from tests.dict_store import DictStore
 from tests.scheduler_harness import SchedulerHarness, Tracked
 
 #: ``ROWS``: what the rows of a few inputs mean, as tokens.
@@ -131,8 +133,10 @@ class InputHarness(SchedulerHarness):
         has_state: bool = False,
         runs_ahead: bool = False,
         stall_ms: float | None = None,
+        stores: Sequence[BlockStore] = (),
     ) -> None:
         super().__init__(
+            stores=stores,
             num_blocks=num_blocks,
             has_state=has_state,
             runs_ahead=runs_ahead,
@@ -177,7 +181,7 @@ class InputHarness(SchedulerHarness):
         )
         request = replace(plain, prompt_ids=tuple(ids), inputs=tuple(inputs))
         ends = frozenset[int]() if plain.params.ignore_eos else frozenset({END_ID})
-        self.scheduler.add(request, seed=3, end_ids=ends)
+        self.scheduler.add(request, seed=3, end_ids=ends, weights=self.weights)
         outputs = {index: list[int]() for index in range(plain.params.n)}
         self.tracked[name] = Tracked(plain, 3, outputs)
 
@@ -247,6 +251,64 @@ def test_a_second_request_finds_the_prefix_and_computes_nothing() -> None:
     harness.drain()
     assert harness.inputs.num_computed == 1
     assert harness.scheduler.stats().prefix_hits == 8
+
+
+#: ``IMAGES``: blocks of 4 end within the first image, within the second one, and behind both.
+IMAGES = [1, 2, ROWS[3], ROWS[0], 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("has_lost", [False, True])
+@pytest.mark.parametrize("most", range(6))
+def test_a_chain_that_is_read_in_part_ends_where_rows_may_be_cut(
+    most: int, *, has_lost: bool
+) -> None:
+    store = DictStore()
+    harness = InputHarness(stores=[store])
+    harness.add_parts("a", IMAGES, may_cut=False, cost=1)
+    harness.drain()
+    chain = list(store.blocks)[:5]
+    harness = InputHarness(stores=[store])
+    if has_lost:
+        # The rest is not found, rather than not read.
+        for content in chain[most:]:
+            del store.blocks[content]
+    else:
+        store.fail_after(most)
+    harness.add_parts("b", IMAGES, may_cut=False, cost=1)
+    harness.drain()
+    first = next(row.start for batch in harness.batches for row in batch.sequences)
+    assert first == (20 if most == 5 else 0)
+    assert sum(len(batch.moves.filled) for batch in harness.batches) == first // 4
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    prompts=st.lists(PROMPT, min_size=1, max_size=6),
+    may_cut=st.booleans(),
+    most=st.sampled_from([None, None, 1, 2, 4]),
+    cost=st.sampled_from([0, 3]),
+    runs_ahead=st.booleans(),
+    data=st.data(),
+)
+def test_prompts_with_rows_come_back_from_a_store(
+    prompts: list[list[int | tuple[int, ...]]],
+    may_cut: bool,
+    most: int | None,
+    cost: int,
+    runs_ahead: bool,
+    data: st.DataObject,
+) -> None:
+    store = DictStore()
+    for _ in range(2):
+        harness = InputHarness(stores=[store], runs_ahead=runs_ahead, num_blocks=20)
+        for number, parts in enumerate(prompts):
+            harness.add_parts(f"r{number}", parts, cost=cost, may_cut=may_cut)
+            harness.step()
+        harness.drain()
+        assert_nothing_is_lost(harness)
+        store.fail_after(most)
+        if store.blocks:
+            del store.blocks[data.draw(st.sampled_from(sorted(store.blocks)))]
 
 
 def test_preempted_rows_are_computed_again_as_they_were() -> None:
