@@ -290,7 +290,7 @@ class GenerationEngine(ServedEngine):
         """Save what waits to be saved, as far as that takes a short time."""
         until_s = time.monotonic() + SAVE_S
         updates: list[SequenceUpdate] = []
-        while (batch := self._scheduler.schedule_saves()) and time.monotonic() < until_s:
+        while time.monotonic() < until_s and (batch := self._scheduler.schedule_saves()):
             output = self._attempt(batch, partial(self._run, batch), updates)
             if output is None:
                 return

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
+from operator import itemgetter
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,10 @@ class SaveQueue:
     """
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[int, Save] = OrderedDict()
-        self._leaving: list[Save] = []
+        self._numbers = count()
+        # With their numbers in the queue, by their blocks.
+        self._waiting: OrderedDict[int, tuple[int, Save]] = OrderedDict()
+        self._leaving: list[tuple[int, Save]] = []
         # Those that steps in flight read, by their contents.
         self._begun: dict[bytes, Save] = {}
         self._contents: set[bytes] = set()
@@ -48,34 +52,35 @@ class SaveQueue:
 
     def add(self, save: Save) -> None:
         """Queue a block, whose content does not wait already."""
-        self._waiting[save.block] = save
+        self._waiting[save.block] = next(self._numbers), save
         self._contents.add(save.content)
 
     def leave(self, blocks: Iterable[int]) -> None:
         """Have blocks read before the next step, which may write to them."""
         if self._waiting:
             leaving = (self._waiting.pop(block, None) for block in blocks)
-            self._leaving += [save for save in leaving if save is not None]
+            self._leaving += filter(None, leaving)
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Give up blocks that may be written to before the next step."""
         for block in blocks:
-            save = self._waiting.pop(block, None)
-            if save is not None:
-                self._contents.discard(save.content)
+            if (queued := self._waiting.pop(block, None)) is not None:
+                self._contents.discard(queued[1].content)
 
     def take(self, limit: int) -> Sequence[tuple[int, bytes]]:
         """Return blocks to be read before the next step, with their contents.
 
-        They are those that leave, and others up to ``limit`` in all.
+        They are those that leave, and others up to ``limit`` in all. The end of a chain is evicted
+        first, but stores get its beginning first: they keep no block without the one before it.
         """
         if not (self._waiting or self._leaving):
             return ()
         taken, self._leaving = self._leaving, []
         while self._waiting and len(taken) < limit:
             taken.append(self._waiting.popitem(last=False)[1])
-        self._begun.update((save.content, save) for save in taken)
-        return [(save.block, save.content) for save in taken]
+        saves = [save for _, save in sorted(taken, key=itemgetter(0))]
+        self._begun.update((save.content, save) for save in saves)
+        return [(save.block, save.content) for save in saves]
 
     def end(self, content: bytes) -> Save | None:
         """Return what was read of a step that ended; None if it was forgotten meanwhile."""
