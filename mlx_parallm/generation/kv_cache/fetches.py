@@ -37,6 +37,8 @@ class ChainFetch:
         clock: returns seconds.
         reads: of the runs; none before it is begun.
         begin_s: when that was.
+        done_s: when it was seen to be read; None before.
+        is_dropped: True if the stores were cleared meanwhile: nothing of it may be used.
         is_taken: True once its sequence runs.
     """
 
@@ -45,6 +47,8 @@ class ChainFetch:
     clock: Callable[[], float]
     reads: list[Fetch] = field(default_factory=list[Fetch])
     begin_s: float = 0.0
+    done_s: float | None = None
+    is_dropped: bool = False
     is_taken: bool = False
 
     @property
@@ -59,7 +63,9 @@ class ChainFetch:
 
     @property
     def is_done(self) -> bool:
-        """True once it has been read."""
+        """True once it has been read, or needs not be."""
+        if self.is_dropped:
+            return True
         return bool(self.reads) and all(read.is_done for read in self.reads)
 
     @property
@@ -76,10 +82,18 @@ class ChainFetch:
         """Begin to read."""
         self.begin_s = self.clock()
         self.reads = [run.store.fetch(run.contents) for run in self.runs]
+        self.note_done()
+
+    def note_done(self) -> None:
+        """Note the time if it has just been read; any thread may call it."""
+        if self.done_s is None and self.is_done:
+            self.done_s = self.clock()
 
     def result(self) -> list[tuple[bytes, str]]:
         """Return the leading blocks that could be read, with their tiers; none if it is late."""
         blocks: list[tuple[bytes, str]] = []
+        if self.is_dropped:
+            return blocks
         for run, read in zip(self.runs, self.reads, strict=True):
             data = read.result() if read.is_done else ()
             blocks += ((each, run.store.tier) for each in data)
@@ -169,8 +183,11 @@ class FetchQueue:
     def take(self, fetch: ChainFetch) -> list[tuple[bytes, str]]:
         """Return the result of a chain that is awaited no longer; ``release`` must follow."""
         fetch.is_taken = True
+        if fetch.is_dropped:
+            return []
         self._read_s = self._clock()
-        waited_s = self._read_s - fetch.begin_s
+        # Exclude the time that its sequence waited for blocks of the pool.
+        waited_s = (self._read_s if fetch.done_s is None else fetch.done_s) - fetch.begin_s
         self._reading.observe(fetch.num_blocks, waited_s)
         self.num_reads += 1
         self.num_late += not fetch.is_done
@@ -185,6 +202,17 @@ class FetchQueue:
         elif fetch in self._queued:
             self._queued.remove(fetch)
         self._begin_next()
+
+    def note_done(self) -> None:
+        """Note when reads were done; a store's thread calls it."""
+        for fetch in tuple(self._held):
+            fetch.note_done()
+
+    def drop_all(self) -> None:
+        """Let nothing of what is queued, being read or read be used by a sequence to come."""
+        for fetch in (*self._queued, *self._held):
+            fetch.is_dropped = True
+            fetch.cancel()
 
     def _begin_next(self) -> None:
         while self._queued:

@@ -116,8 +116,13 @@ class Tiers:
 
     def wake_by(self, wake: Callable[[], None]) -> None:
         """See ``BlockStore``."""
+
+        def note_and_wake() -> None:
+            self.fetches.note_done()
+            wake()
+
         for store in self._stores:
-            store.wake_by(wake)
+            store.wake_by(note_and_wake)
 
     @property
     def is_busy(self) -> bool:
@@ -173,8 +178,9 @@ class Tiers:
         self._hit_blocks[tier] += 1
 
     def clear(self) -> None:
-        """Forget all, and what was to be saved."""
+        """Forget all, with what is being read of it and what was to be saved."""
         self.saves.clear()
+        self.fetches.drop_all()
         for store in self._stores:
             store.clear()
 

@@ -1,0 +1,446 @@
+"""Prefixes that come back from stores: who waits, what is filled, and what is given up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
+from mlx_parallm.generation.kv_cache.host_store import HostStore
+from mlx_parallm.generation.kv_cache.stores import BlockStore
+from mlx_parallm.types.request import EVERYBODY, CacheScope, GenerateRequest, SamplingParams
+from mlx_parallm.types.step import ScheduledBatch
+from tests.dict_store import DictFetch, DictStore
+from tests.scheduler_harness import SchedulerHarness
+
+SIZE = 4
+PROMPT = tuple(7 * i % 47 + 1 for i in range(30))
+OTHER = tuple(11 * i % 43 + 2 for i in range(30))
+#: Blocks of the prompts that may be found: one token is computed in any case.
+NUM_FOUND = 7
+
+
+class CountingStore(DictStore):
+    """Writes down what it is asked, with the number of blocks."""
+
+    def __init__(self, *, holds_back: bool = False) -> None:
+        super().__init__(holds_back=holds_back)
+        self.calls: list[tuple[str, int]] = []
+        self.busy = False
+
+    @property
+    def is_busy(self) -> bool:
+        return self.busy
+
+    def find(self, contents: Sequence[bytes]) -> int:
+        self.calls.append(("find", len(contents)))
+        return super().find(contents)
+
+    def fetch(self, contents: Sequence[bytes]) -> DictFetch:
+        self.calls.append(("fetch", len(contents)))
+        return super().fetch(contents)
+
+
+def harness_of(*stores: BlockStore, num_blocks: int = 40, **settings: object) -> SchedulerHarness:
+    return SchedulerHarness(num_blocks=num_blocks, stores=stores, **settings)  # type: ignore[arg-type]
+
+
+def ask(
+    harness: SchedulerHarness,
+    name: str,
+    prompt: Sequence[int] = PROMPT,
+    *,
+    max_tokens: int = 1,
+    client: str = "",
+    priority: int = 0,
+    salt: str | None = None,
+    scope: CacheScope = EVERYBODY,
+) -> None:
+    harness.add(
+        GenerateRequest(
+            request_id=name,
+            model="m",
+            prompt_ids=tuple(prompt),
+            params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            client=client,
+            priority=priority,
+            cache_salt=salt,
+            scope=scope,
+        )
+    )
+
+
+def fill_store(store: BlockStore, *prompts: Sequence[int]) -> None:
+    """Let a process that ends compute prompts and save them."""
+    harness = harness_of(store)
+    for number, prompt in enumerate(prompts or [PROMPT]):
+        ask(harness, str(number), prompt)
+    harness.drain()
+    if isinstance(store, CountingStore):
+        store.calls.clear()
+
+
+def num_filled(harness: SchedulerHarness) -> int:
+    return sum(len(batch.moves.filled) for batch in harness.batches)
+
+
+def num_computed(harness: SchedulerHarness) -> int:
+    return sum(batch.num_tokens for batch in harness.batches)
+
+
+def saved(batches: Sequence[ScheduledBatch]) -> list[bytes]:
+    return [content for batch in batches for _, content in batch.moves.saved]
+
+
+def test_a_prompt_comes_back_in_another_process() -> None:
+    store = DictStore()
+    fill_store(store)
+    assert len(store.blocks) == NUM_FOUND
+    harness = harness_of(store)
+    ask(harness, "again")
+    harness.drain()
+    assert num_filled(harness) == NUM_FOUND
+    assert num_computed(harness) == len(PROMPT) - NUM_FOUND * SIZE
+    assert harness.scheduler.stats().tiers is not None
+    # What a store has is not saved again.
+    assert not saved(harness.batches)
+
+
+def test_a_sequence_that_waits_for_blocks_lets_others_of_its_client_go() -> None:
+    store = DictStore(holds_back=True)
+    fill_store(store)
+    harness = harness_of(store)
+    ask(harness, "waits")
+    ask(harness, "goes", OTHER)
+    while "goes" in harness.tracked:
+        assert harness.step() is not None
+    assert "waits" in harness.tracked
+    assert num_filled(harness) == 0
+    harness.drain()
+    assert num_filled(harness) == NUM_FOUND
+
+
+def test_a_slot_is_kept_for_a_sequence_whose_blocks_are_read() -> None:
+    store = DictStore(holds_back=True)
+    fill_store(store)
+    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64)
+    harness = harness_of(store, config=config)
+    ask(harness, "waits")
+    ask(harness, "runs", OTHER, max_tokens=20)
+    ask(harness, "queued", OTHER[1:])
+    for _ in range(3):
+        harness.step()
+    stats = harness.scheduler.stats()
+    assert (stats.num_running, stats.num_waiting) == (1, 2)
+    harness.complete()
+    batch = harness.step()
+    assert batch is not None
+    assert len(batch.moves.filled) == NUM_FOUND
+    harness.drain()
+
+
+def test_a_late_read_is_given_up_and_computed() -> None:
+    store = DictStore(holds_back=True)
+    fill_store(store)
+    harness = harness_of(store)
+    ask(harness, "measured", OTHER * 2, max_tokens=1)
+    harness.drain()
+    ask(harness, "late")
+    assert harness.step() is None
+    tiers = harness.tiers
+    assert tiers is not None
+    due_in_s = tiers.fetches.due_in_s
+    assert due_in_s is not None
+    assert due_in_s > 0
+    harness.now_s += due_in_s + 1e-9
+    num_filled_before = num_filled(harness)
+    while harness.tracked:
+        harness.step()
+    assert num_filled(harness) == num_filled_before
+    assert tiers.stats(SIZE).num_late == 1
+    assert tiers.fetches.due_in_s is None
+    harness.drain()
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_what_could_not_be_read_is_computed(most: int) -> None:
+    store = DictStore()
+    fill_store(store)
+    store.fail_after(most)
+    harness = harness_of(store)
+    ask(harness, "again")
+    harness.drain()
+    assert num_filled(harness) == most
+    assert num_computed(harness) == len(PROMPT) - most * SIZE
+
+
+def test_a_sequence_that_leaves_cancels_its_read() -> None:
+    store = CountingStore(holds_back=True)
+    fill_store(store)
+    harness = harness_of(store)
+    ask(harness, "leaves")
+    harness.step()
+    (fetch,) = store.fetches
+    harness.abort("leaves")
+    assert not fetch.blocks
+    assert harness.tiers is not None
+    harness.tiers.check_integrity([])
+    ask(harness, "next", OTHER)
+    harness.drain()
+    assert num_filled(harness) == 0
+
+
+def test_a_sequence_that_leaves_while_its_blocks_are_filled_gives_all_back() -> None:
+    store = DictStore()
+    fill_store(store)
+    harness = harness_of(store, runs_ahead=True)
+    ask(harness, "leaves")
+    batch = harness.schedule()
+    assert batch is not None
+    assert batch.moves.filled
+    harness.abort("leaves")
+    harness.run(batch)
+    harness.drain()
+
+
+def test_blocks_are_saved_before_the_step_that_may_write_to_them() -> None:
+    store = CountingStore()
+    harness = harness_of(store, num_blocks=8)
+    store.busy = True
+    ask(harness, "first")
+    harness.step()
+    while harness.tracked:
+        harness.step()
+    # Nothing is saved for a busy store while the blocks are where they are.
+    assert not harness.scheduler.has_saves
+    assert harness.step() is None
+    assert not store.blocks
+    ask(harness, "second", OTHER)
+    harness.step()
+    saving = harness.batches[-1]
+    written = {
+        row.block_table[position // SIZE]
+        for row in saving.sequences
+        for position in range(row.start, row.start + len(row.token_ids))
+    }
+    # One block was free.
+    assert len(written) == 4
+    assert len({block for block, _ in saving.moves.saved} & written) == 3
+    store.busy = False
+    harness.drain()
+    assert len(store.blocks) == 2 * NUM_FOUND
+
+
+@pytest.mark.parametrize("make_store", [DictStore, lambda: HostStore(1 << 20)])
+def test_a_chain_evicted_at_once_is_saved_whole(make_store: type[DictStore]) -> None:
+    store = make_store()
+    harness = harness_of(store, num_blocks=8)
+    ask(harness, "first")
+    ask(harness, "second", OTHER)
+    harness.drain()
+    assert store.stats.num_blocks == 2 * NUM_FOUND
+    harness = harness_of(store)
+    ask(harness, "first")
+    ask(harness, "second", OTHER)
+    harness.drain()
+    assert num_filled(harness) == 2 * NUM_FOUND
+
+
+def test_a_reset_ends_what_is_read_and_what_is_saved() -> None:
+    store = DictStore(holds_back=True)
+    fill_store(store)
+    harness = harness_of(store, runs_ahead=True)
+    assert harness.tiers is not None
+    ask(harness, "other", OTHER)
+    ask(harness, "waits")
+    while "other" in harness.tracked:
+        harness.step()
+    saving = harness.schedule()
+    assert saving is not None
+    assert saving.moves.saved
+    harness.scheduler.reset_prefix_cache(reset_running=False)
+    harness.tiers.clear()
+    harness.run(saving)
+    harness.complete()
+    harness.drain()
+    assert num_filled(harness) == 0
+    # Only what was computed since.
+    assert len(store.blocks) == NUM_FOUND
+
+
+def test_a_reset_ends_reads_that_were_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_parallm.generation.kv_cache.fetches.FETCH_BYTES", 1)
+    store = DictStore(holds_back=True)
+    fill_store(store, PROMPT, OTHER)
+    harness = harness_of(store)
+    assert harness.tiers is not None
+    ask(harness, "begun")
+    ask(harness, "queued", OTHER)
+    assert harness.step() is None
+    assert len(store.fetches) == 1
+    harness.scheduler.reset_prefix_cache(reset_running=False)
+    harness.tiers.clear()
+    while harness.tracked:
+        assert harness.step() is not None
+    harness.drain()
+    assert num_filled(harness) == 0
+
+
+def test_blocks_of_a_step_that_failed_are_neither_found_nor_kept() -> None:
+    store = CountingStore()
+    fill_store(store, PROMPT)
+    harness = harness_of(store)
+    ask(harness, "other", OTHER, max_tokens=1)
+    while harness.tracked:
+        harness.step()
+    ask(harness, "fails")
+    batch = harness.schedule()
+    assert batch is not None
+    assert batch.moves.filled
+    assert batch.moves.saved
+    harness.run(batch, raises=True)
+    assert not harness.tracked
+    assert set(saved([batch])).isdisjoint(store.blocks)
+    harness.step()
+    # Blocks that no step read are saved when their chain is used again.
+    ask(harness, "other again", OTHER)
+    ask(harness, "again")
+    harness.drain()
+    assert set(saved([batch])) <= store.blocks.keys()
+    tokens = [json.loads(data)[0] for data in store.blocks.values()]
+    assert all(token >= 0 for block in tokens for token in block)
+
+
+def test_a_pool_that_has_no_room_for_a_chain_takes_it_later() -> None:
+    store = DictStore()
+    fill_store(store)
+    harness = harness_of(store, num_blocks=10)
+    ask(harness, "runs", OTHER[:9], max_tokens=20)
+    for _ in range(8):
+        harness.step()
+    ask(harness, "again")
+    harness.step()
+    harness.drain()
+
+
+def test_filling_gives_way_to_a_better_sequence() -> None:
+    store = DictStore()
+    fill_store(store)
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8)
+    for num_steps in range(12):
+        harness = harness_of(store, num_blocks=10, config=config)
+        ask(harness, "better", OTHER[:9], max_tokens=25, priority=-1)
+        for _ in range(num_steps):
+            harness.step()
+        ask(harness, "worse", PROMPT, max_tokens=4)
+        ask(harness, "worst", PROMPT[:22], max_tokens=8, priority=1)
+        harness.drain()
+
+
+def test_streams_wait_for_one_piece_at_a_time() -> None:
+    store = DictStore()
+    long = tuple(i % 40 + 1 for i in range(4 * 50))
+    settings = {
+        "num_blocks": 200,
+        "max_model_len": 400,
+        "config": SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=512),
+    }
+    harness = harness_of(store, **settings)
+    ask(harness, "saved", long)
+    harness.drain()
+    harness = harness_of(store, **settings)
+    ask(harness, "stream", OTHER, max_tokens=30)
+    harness.step()
+    harness.step()
+    ask(harness, "again", long)
+    harness.drain()
+    pieces = [len(batch.moves.filled) for batch in harness.batches if batch.moves.filled]
+    assert pieces == [16, 16, 16, 1]
+    assert all(
+        any(len(row.token_ids) == 1 for row in batch.sequences)
+        for batch in harness.batches
+        if batch.moves.filled
+    )
+
+
+def test_waiting_for_room_is_not_measured_as_reading() -> None:
+    store = DictStore()
+    fill_store(store)
+    harness = harness_of(store, num_blocks=10)
+    tiers = harness.tiers
+    assert tiers is not None
+    tiers.fetches.computing.observe(1000, 1.0)
+    ask(harness, "runs", OTHER[:9], max_tokens=30)
+    for _ in range(8):
+        harness.step()
+    ask(harness, "again")
+    harness.step()
+    harness.now_s += 20.0
+    harness.drain()
+    assert tiers.stats(SIZE).wait_s == 0.0
+    harness.scheduler.reset_prefix_cache(reset_running=False)
+    ask(harness, "once more")
+    num_before = num_filled(harness)
+    harness.drain()
+    assert num_filled(harness) == num_before + NUM_FOUND
+
+
+def test_a_draft_models_kv_is_known_to_be_there_or_not() -> None:
+    store = DictStore()
+    speculative = SpeculativeConfig(
+        method="draft_model", model="draft", num_speculative_tokens=3, disable_by_batch_size=1
+    )
+    harness = harness_of(store, speculative=speculative)
+    ask(harness, "drafted", max_tokens=12)
+    harness.drain()
+    ask(harness, "a", OTHER, max_tokens=2)
+    ask(harness, "b", OTHER[::-1], max_tokens=2)
+    harness.drain()
+    flags = {data[-1:] for data in store.blocks.values()}
+    assert flags == {b"\0", b"\1"}
+    # The simulated runner checks the draft model's KV of what comes back.
+    again = harness_of(store, speculative=speculative)
+    for name, prompt in [("drafted", PROMPT), ("a", OTHER), ("b", OTHER[::-1])]:
+        ask(again, name, prompt, max_tokens=12)
+        again.drain()
+    assert num_filled(again) >= 3 * NUM_FOUND - 1
+    plain = harness_of(store)
+    ask(plain, "plain")
+    plain.drain()
+    assert num_filled(plain) == 0
+
+
+@pytest.mark.parametrize(
+    ("salt", "scope"), [("theirs", EVERYBODY), (None, CacheScope("another key"))]
+)
+def test_presence_under_another_salt_is_a_miss_in_each_call(
+    salt: str | None, scope: CacheScope
+) -> None:
+    """Callers with another salt or key learn nothing: a store does the same for a miss."""
+
+    def calls(store: CountingStore) -> list[tuple[str, int]]:
+        harness = harness_of(store)
+        ask(harness, "guess", PROMPT, salt=salt, scope=scope)
+        harness.drain()
+        assert num_filled(harness) == 0
+        return store.calls
+
+    full, empty = CountingStore(), CountingStore()
+    fill_store(full)
+    assert calls(full) == calls(empty) != []
+
+
+def test_nothing_is_asked_or_kept_without_a_lasting_content() -> None:
+    store = CountingStore()
+    harness = harness_of(store, lasting=None)
+    ask(harness, "unknown")
+    harness.drain()
+    assert not store.calls
+    assert not store.blocks
+    harness.weights.base.lasting.digest = "now known"
+    ask(harness, "known")
+    harness.drain()
+    # The memory has it already, and stores get it with what is known now.
+    assert len(store.blocks) == NUM_FOUND
