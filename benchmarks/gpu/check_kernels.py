@@ -119,6 +119,7 @@ def check_copies(language: KernelLanguage) -> int:
     pool = backend.new_pool(shape, 64)
     pool.keys = mx.random.normal(pool.keys.shape).astype(mx.bfloat16)
     pool.values = mx.random.normal(pool.values.shape).astype(mx.bfloat16)
+    pool.bind(language.bound)
     wanted = [mx.array(pool.keys), mx.array(pool.values)]
     sources, targets = mx.arange(0, 20), mx.arange(63, 43, -1)
     for array in wanted:
