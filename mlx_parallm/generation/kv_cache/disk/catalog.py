@@ -16,7 +16,7 @@ from mlx_parallm.generation.kv_cache.disk.format import SUFFIX
 from mlx_parallm.generation.kv_cache.disk.runs import Run
 
 # A file's name: owner, a random number, and the format, of this version or another.
-_NAME = re.compile(r"([0-9a-f]+)-[0-9a-f]+(\.kv\d+)")
+_NAME = re.compile(r"([0-9a-f]+)-[0-9a-f]+\.(kv\d+)")
 
 
 def file_name(owner: str, number: str) -> str:
@@ -28,6 +28,12 @@ def owner_of(name: str) -> str:
     """Return the owner that a file's name has; empty if it is no file of blocks."""
     match = _NAME.fullmatch(name)
     return match[1] if match else ""
+
+
+def format_of(name: str) -> str:
+    """Return the format that a file's name has, such as ``kv1``; empty if it has none."""
+    match = _NAME.fullmatch(name)
+    return match[2] if match else ""
 
 
 @dataclass(slots=True)
