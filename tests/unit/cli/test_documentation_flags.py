@@ -44,6 +44,7 @@ OTHER_OPTIONS = {
     "hf": {"--local-dir"},
     "mlx.launch": {"--env", "--nccl-port", "--starting-port"},
     "mlx.distributed_config": {"--auto-setup", "--over"},
+    "omlx": {"--hot-cache-max-size"},
     "systemctl": {"--now"},
 }
 FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*[a-z0-9])(?![\w-])")

@@ -17,7 +17,7 @@ from mlx_parallm.generation.kv_cache.stores import Fetch
 
 # NUM_READERS: threads that read and verify at once. A core verifies 1 to 2 GB/s, and a disk reads
 # more.
-NUM_READERS = 4
+NUM_READERS = 8
 # PIECE_BLOCKS: most blocks that a thread takes at once, so that threads share a file.
 PIECE_BLOCKS = 32
 
