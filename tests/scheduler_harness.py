@@ -33,6 +33,7 @@ class Tracked:
     outputs: dict[int, list[int]]
     ended: set[int] = field(default_factory=set)
     num_prompt_events: int = 0
+    num_cached: int = 0
 
 
 class SchedulerHarness:
@@ -235,6 +236,7 @@ class SchedulerHarness:
         assert update.index not in tracked.ended
         if update.prompt is not None:
             tracked.num_prompt_events += 1
+            tracked.num_cached = update.prompt.num_cached_tokens
             wanted = tracked.request.params.prompt_logprobs is not None
             self._check_prompt(tracked, update.prompt.prompt_logprobs if wanted else ())
         if update.token is not None:

@@ -100,10 +100,14 @@ def test_a_prompt_comes_back_in_another_process() -> None:
     assert len(store.blocks) == NUM_FOUND
     harness = harness_of(store)
     ask(harness, "again")
+    tracked = harness.tracked["again"]
     harness.drain()
     assert num_filled(harness) == NUM_FOUND
     assert num_computed(harness) == len(PROMPT) - NUM_FOUND * SIZE
-    assert harness.scheduler.stats().tiers is not None
+    assert tracked.num_cached == NUM_FOUND * SIZE
+    assert harness.tiers is not None
+    (stats,) = harness.tiers.stats(SIZE).tiers
+    assert stats.hit_tokens == NUM_FOUND * SIZE
     # What a store has is not saved again.
     assert not saved(harness.batches)
 
@@ -164,16 +168,70 @@ def test_a_late_read_is_given_up_and_computed() -> None:
     harness.drain()
 
 
-@pytest.mark.parametrize("most", [0, 1, 3])
+@pytest.mark.parametrize("most", [0, 1, 3, NUM_FOUND])
 def test_what_could_not_be_read_is_computed(most: int) -> None:
     store = DictStore()
     fill_store(store)
     store.fail_after(most)
     harness = harness_of(store)
-    ask(harness, "again")
+    assert harness.tiers is not None
+    ask(harness, "again", max_tokens=3)
+    harness.step()
+    # Nothing of it is held while its sequence runs.
+    harness.tiers.check_integrity([])
+    assert harness.tiers.fetches.num_reserved == 0
     harness.drain()
     assert num_filled(harness) == most
-    assert num_computed(harness) == len(PROMPT) - most * SIZE
+    assert num_computed(harness) == len(PROMPT) - most * SIZE + 2
+
+
+def test_what_memory_got_meanwhile_is_not_filled() -> None:
+    store = DictStore(holds_back=True)
+    harness = harness_of(store, runs_ahead=True)
+    ask(harness, "computes", PROMPT[:14], max_tokens=8)
+    harness.step()
+    fill_store(store)
+    ask(harness, "waits")
+    while "computes" in harness.tracked:
+        harness.step()
+    (fetch,) = store.fetches
+    assert len(fetch.blocks) == NUM_FOUND
+    harness.complete()
+    harness.step()
+    assert num_filled(harness) == NUM_FOUND - 3
+    harness.drain()
+
+
+def test_what_follows_evicted_blocks_is_of_no_use() -> None:
+    store = DictStore(holds_back=True)
+    harness = harness_of(store, num_blocks=10)
+    ask(harness, "computes", PROMPT[:14])
+    harness.drain()
+    beginning = set(store.blocks)
+    fill_store(store)
+    ask(harness, "waits")
+    harness.step()
+    (fetch,) = store.fetches
+    assert len(fetch.blocks) == NUM_FOUND - 3
+    for content in beginning:
+        del store.blocks[content]
+    ask(harness, "evicts", OTHER, max_tokens=9)
+    while "evicts" in harness.tracked:
+        harness.step()
+    harness.drain()
+    assert num_filled(harness) == 0
+
+
+def test_what_was_read_is_of_no_use_to_other_weights() -> None:
+    store = DictStore(holds_back=True)
+    fill_store(store)
+    harness = harness_of(store)
+    ask(harness, "waits")
+    harness.step()
+    harness.weights.base.lasting.digest = "of other weights"
+    harness.drain()
+    assert num_filled(harness) == 0
+    assert num_computed(harness) == len(PROMPT)
 
 
 def test_a_sequence_that_leaves_cancels_its_read() -> None:
@@ -339,18 +397,56 @@ def test_filling_gives_way_to_a_better_sequence() -> None:
         harness.drain()
 
 
-def test_streams_wait_for_one_piece_at_a_time() -> None:
-    store = DictStore()
-    long = tuple(i % 40 + 1 for i in range(4 * 50))
-    settings = {
-        "num_blocks": 200,
-        "max_model_len": 400,
-        "config": SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=512),
-    }
-    harness = harness_of(store, **settings)
-    ask(harness, "saved", long)
+def long_harness(store: BlockStore, **settings: object) -> SchedulerHarness:
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=512)
+    return harness_of(store, num_blocks=200, max_model_len=400, config=config, **settings)
+
+
+def long_chain(num_blocks: int) -> tuple[DictStore, tuple[int, ...]]:
+    """Return a store that has a prompt of so many blocks, and the prompt."""
+    store, prompt = DictStore(), tuple(i % 40 + 1 for i in range(SIZE * num_blocks + 1))
+    harness = long_harness(store)
+    ask(harness, "saved", prompt)
     harness.drain()
-    harness = harness_of(store, **settings)
+    assert len(store.blocks) == num_blocks
+    return store, prompt
+
+
+def test_a_long_chain_is_filled_in_steps_of_its_own() -> None:
+    store, prompt = long_chain(70)
+    harness = long_harness(store)
+    ask(harness, "again", prompt)
+    harness.drain()
+    moves = [(len(batch.moves.filled), batch.num_tokens) for batch in harness.batches]
+    assert moves == [(64, 0), (6, 1)]
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("has_stream", [False, True])
+def test_a_request_ends_with_the_step_that_was_to_fill_its_blocks(
+    *, has_stream: bool, runs_ahead: bool
+) -> None:
+    store, prompt = long_chain(70)
+    harness = long_harness(store, runs_ahead=runs_ahead)
+    if has_stream:
+        ask(harness, "stream", OTHER, max_tokens=30)
+        harness.step()
+        harness.step()
+    ask(harness, "again", prompt)
+    batch = harness.step(raises=True)
+    assert batch is not None
+    assert batch.moves.filled
+    assert len({row.seq_id for row in batch.sequences}) == has_stream
+    harness.settle()
+    assert not harness.tracked
+    harness.drain()
+    ask(harness, "once more", prompt)
+    harness.drain()
+
+
+def test_streams_wait_for_one_piece_at_a_time() -> None:
+    store, long = long_chain(49)
+    harness = long_harness(store)
     ask(harness, "stream", OTHER, max_tokens=30)
     harness.step()
     harness.step()
@@ -406,6 +502,8 @@ def test_a_draft_models_kv_is_known_to_be_there_or_not() -> None:
         ask(again, name, prompt, max_tokens=12)
         again.drain()
     assert num_filled(again) >= 3 * NUM_FOUND - 1
+    starts = [row.draft.start for b in again.batches for row in b.sequences if row.draft]
+    assert starts[0] >= NUM_FOUND * SIZE
     plain = harness_of(store)
     ask(plain, "plain")
     plain.drain()
@@ -429,7 +527,7 @@ def test_presence_under_another_salt_is_a_miss_in_each_call(
 
     full, empty = CountingStore(), CountingStore()
     fill_store(full)
-    assert calls(full) == calls(empty) != []
+    assert calls(full) == calls(empty) == [("find", 1)]
 
 
 def test_nothing_is_asked_or_kept_without_a_lasting_content() -> None:
