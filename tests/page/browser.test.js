@@ -396,6 +396,36 @@ pageTest("charts move, and the models are listed", async (page) => {
   assert.match(await rows.first().textContent(), /2,048 tokens/);
 });
 
+test("a disk that keeps KV has a row, also after a restart", { timeout: 180_000 }, async () => {
+  const folder = mkdtempSync(join(tmpdir(), "page-test-"));
+  const prompt = Array.from({ length: 200 }, (_, number) => `line ${number}`).join("\n");
+  const body = JSON.stringify({ prompt, max_tokens: 2 });
+  const options = { method: "POST", headers: { "content-type": "application/json" }, body };
+  try {
+    for (const [found, waited] of [[/^0 \(0 %\)$/, "No prompt has waited"], [/\(9\d %\)$/, "1 prompt waited"]]) {
+      const keeping = await startServer("--kv-disk", folder, "--kv-disk-bytes", "64MiB");
+      try {
+        assert.equal((await fetch(new URL("v1/completions", keeping.url), options)).status, 200);
+        const { page, faults } = await openPage(browser, keeping.url);
+        await page.getByRole("link", { name: "Server", exact: true }).click();
+        const section = page.locator("#tiers");
+        const cell = (name) => section.locator(`td[data-name="${name}"]`);
+        await cell("Used").getByText(/iB of 64 MiB/).waitFor();
+        assert.deepEqual(await cell("Place").allTextContents(), ["Disk"]);
+        assert.equal(await cell("State").textContent(), "on");
+        await cell("Prompt tokens found").getByText(found).waitFor();
+        await section.getByText(waited).waitFor();
+        assert.deepEqual(faults, []);
+        await page.context().close();
+      } finally {
+        await keeping.stop();
+      }
+    }
+  } finally {
+    rmSync(folder, { recursive: true });
+  }
+});
+
 test("training sessions have a row each while there are some", { timeout: 90_000 }, async () => {
   const folder = mkdtempSync(join(tmpdir(), "page-test-"));
   const trained = await startServer("--model", "demo:mlm", "--data-dir", folder);

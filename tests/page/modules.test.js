@@ -7,6 +7,7 @@ const at = (name) => new URL(`../../mlx_parallm/api/page/assets/${name}`, import
 const { readEvents } = await import(at("sse.js"));
 const { parseMetrics, quantile, rate, ratio, Reading } = await import(at("metrics.js"));
 const { engineLoads } = await import(at("models.js"));
+const { tiersOf, waitsText } = await import(at("tiers.js"));
 const { Answer, Conversation } = await import(at("conversation.js"));
 const { blocksOf } = await import(at("markdown.js"));
 const { niceMax, runsOf } = await import(at("chart.js"));
@@ -247,6 +248,41 @@ test("several engines have a row each, and one engine has none", () => {
   assert.deepEqual(engineLoads(new Reading(parseMetrics(text), 1)), [["0", 3, 0, 0.5], ["1", 2, 7, 0]]);
   const alone = 'vllm:num_requests_running{model_name="m"} 3';
   assert.deepEqual(engineLoads(new Reading(parseMetrics(alone), 1)), []);
+});
+
+const tierSample = (name, engine, tier, value) =>
+  `mlx_parallm:kv_tier_${name}{engine="${engine}",model_name="m",tier="${tier}"} ${value}`;
+const tierText = (read) =>
+  [
+    'vllm:prefix_cache_queries_total{engine="0",model_name="m"} 400',
+    'mlx_parallm:kv_reads_total{engine="0",model_name="m"} 4',
+    'mlx_parallm:kv_read_wait_seconds_total{engine="0",model_name="m"} 0.2',
+    ...["0", "1"].flatMap((engine) => [
+      tierSample("hit_tokens_total", engine, "disk", 50),
+      tierSample("used_bytes", engine, "disk", 1000),
+      tierSample("limit_bytes", engine, "disk", 5000),
+      tierSample("used_bytes", engine, "host", 10),
+      tierSample("limit_bytes", engine, "host", 20),
+      tierSample("read_bytes_total", engine, "disk", read),
+      tierSample("off", engine, "disk", engine),
+      `mlx_parallm:kv_tier_discarded_blocks_total{engine="${engine}",model_name="m",tier="disk",reason="slow"} 3`,
+    ]),
+  ].join("\n");
+
+test("engines share a disk, and each has host memory of its own", () => {
+  const [before, now] = [0, 100].map((read, index) => new Reading(parseMetrics(tierText(read)), 2 * index));
+  const [disk, host] = tiersOf(now, before);
+  assert.deepEqual([disk.name, disk.used, disk.limit, disk.isOff], ["disk", 1000, 5000, true]);
+  assert.deepEqual([host.name, host.used, host.limit, host.isOff], ["host", 20, 40, false]);
+  assert.deepEqual([disk.hits, disk.share, host.hits, host.share], [100, 0.25, 0, 0]);
+  assert.deepEqual([disk.read, disk.readRate, disk.discarded], [200, 100, 6]);
+  assert.equal(waitsText(now), "4 prompts waited for KV, 50 ms on average.");
+});
+
+test("without such places nothing is shown of them", () => {
+  const none = new Reading(parseMetrics("vllm:num_requests_running 1"), 1);
+  assert.deepEqual(tiersOf(none, none), []);
+  assert.equal(waitsText(none), "No prompt has waited for KV.");
 });
 
 test("a session's loss, hits and steps are of what is known", () => {

@@ -9,6 +9,7 @@ import { rate } from "./metrics.js";
 import { generates, offerModels, showEngines, showModels } from "./models.js";
 import { Playground } from "./playground.js";
 import { SessionTable } from "./sessions.js";
+import { showTiers } from "./tiers.js";
 
 const THEMES = ["system", "light", "dark"];
 const THEME = "mlx-parallm-theme";
@@ -145,6 +146,7 @@ class App {
     setText(part(root, "speed"), `${amount(speed ?? 0)} tokens/s`);
     offerModels(document.getElementById("chart-model"), now);
     showEngines(document.getElementById("engines"), now);
+    showTiers(document.getElementById("tiers"), now, before);
     const isFirst = this.reading === null;
     this.reading = now;
     if (this.isDown) this.#loadModels();

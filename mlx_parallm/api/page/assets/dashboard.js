@@ -10,6 +10,9 @@ const INTERVAL_MS = 1000;
 const RATE_READINGS = 2;
 const WINDOW_READINGS = 10;
 
+// Prompt tokens that memory had, and those that a disk or host memory had.
+const HITS = ["vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total"];
+
 const isFailure = ({ finished_reason: reason }) => reason === "error";
 const isAbort = ({ finished_reason: reason }) => reason === "abort";
 const isDone = (labels) => !isFailure(labels) && !isAbort(labels);
@@ -26,12 +29,12 @@ const CHARTS = [
   },
   {
     title: "Prompt tokens",
-    hint: "vllm:prompt_tokens_total, vllm:prefix_cache_hits_total",
+    hint: `vllm:prompt_tokens_total, ${HITS.join(", ")}`,
     lines: ["all", "from cache"],
     format: perSecond,
     values: (now, recent) => [
       rate(recent, now, "vllm:prompt_tokens_total"),
-      rate(recent, now, "vllm:prefix_cache_hits_total"),
+      HITS.map((name) => rate(recent, now, name)).reduce(sum),
     ],
   },
   {
@@ -70,12 +73,12 @@ const CHARTS = [
   },
   {
     title: "Prefix cache hits",
-    hint: "vllm:prefix_cache_hits_total over vllm:prefix_cache_queries_total, 10 s",
+    hint: `${HITS.join(", ")} over vllm:prefix_cache_queries_total, 10 s`,
     lines: ["of prompt tokens"],
     format: percent,
     max: 1,
     values: (now, _, window) => [
-      ratio(window, now, "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
+      HITS.map((name) => ratio(window, now, name, "vllm:prefix_cache_queries_total")).reduce(sum),
     ],
   },
 ];
