@@ -1,5 +1,6 @@
 """Stores of several processes, models and versions in one folder."""
 
+import fcntl
 import os
 import shutil
 import stat
@@ -7,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.generation.kv_cache.disk.folder import check_kv_folder
+from mlx_parallm.generation.kv_cache.disk.folder import LOCK, check_kv_folder, locked
 from mlx_parallm.generation.kv_cache.disk.index import MAX_UNREAD
 from mlx_parallm.generation.kv_cache.disk.keeper import SAVE_USES_NS
 from mlx_parallm.generation.kv_cache.disk.store import DiskStore
+from mlx_parallm.generation.kv_cache.disk.upkeep import clear_folder
 from mlx_parallm.types.errors import ConfigError
 from tests.kv_disk import Disk, chain, contents, data, read
 
@@ -117,6 +119,30 @@ def test_another_process_sees_uses(disk: Disk):
             assert again.find(contents(start)) == 5
 
 
+def test_a_chain_larger_than_the_limit_keeps_its_beginning_and_nothing_else(disk: Disk):
+    store, blocks = disk.open(limit_bytes=50_000), chain("a", 200)
+    disk.save(store, blocks)
+    num = store.find(contents(blocks))
+    assert num >= 35
+    assert sum(store.find([content]) for content in contents(blocks)) == num
+    assert store.stats.discarded.keys() == {"full", "orphan"}
+
+
+def test_a_beginning_is_written_before_what_follows_it(disk: Disk):
+    store, start = disk.open(), chain("a", 5)
+    way = chain("b", 5, parent=start[1].content)
+    for block in start + way:
+        store.put(block)
+    disk.clock.pass_s(0.3)
+    # More of the first way comes later than the last of the second.
+    for block in chain("c", 5, parent=start[-1].content):
+        store.put(block)
+    disk.clock.pass_s(0.3)
+    store.turn()
+    disk.kill(store)
+    assert disk.open().find(contents(start[:2] + way)) == 7
+
+
 def test_the_limit_holds_over_models_and_formats(disk: Disk):
     limit_bytes = 10 * 5500
     first, second = disk.open(limit_bytes), disk.open(limit_bytes, owner=OTHER)
@@ -196,6 +222,29 @@ def test_what_is_dropped_unread_is_not_written_forever(disk: Disk):
     assert store.stats.discarded == {"unread": 5}
 
 
+def test_what_another_process_drops_unread_counts_too(disk: Disk):
+    store, blocks, others = disk.open(), chain("a", 5), chain("b", 5)
+    disk.save(store, others)
+    (kept,) = disk.files()
+    for _ in range(MAX_UNREAD):
+        assert not any(map(store.has, contents(blocks)))
+        disk.save(store, blocks)
+        (path,) = set(disk.files()) - {kept}
+        disk.count_change()
+        path.unlink()
+        scan(disk, store)
+    assert all(map(store.has, contents(blocks)))
+
+
+def test_what_a_user_removes_does_not_count(disk: Disk):
+    store, blocks = disk.open(), chain("a", 5)
+    for _ in range(2 * MAX_UNREAD):
+        disk.save(store, blocks)
+        clear_folder(disk.folder)
+        scan(disk, store)
+    assert not any(map(store.has, contents(blocks)))
+
+
 def test_what_is_read_is_written_again(disk: Disk):
     store = disk.open(limit_bytes=2 * 5500)
     for name in range(20):
@@ -252,6 +301,26 @@ def test_many_stores_leave_no_descriptor_open(disk: Disk):
         store.close()
         store.close()
     assert num_open() == before
+
+
+def test_a_lock_whose_file_was_replaced_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    system_flock, num_calls = fcntl.flock, 0
+
+    def flock(descriptor: int, operation: int) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            (tmp_path / LOCK).unlink()
+            (tmp_path / LOCK).write_bytes(b"")
+        system_flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with locked(tmp_path) as counter:
+        assert counter.increase() == 1
+    assert (tmp_path / LOCK).read_bytes()[:1] == b"\x01"
+    assert num_calls == 2
 
 
 class TestFolder:
