@@ -82,7 +82,7 @@ class BlockIndex:
         return (
             content in self._runs
             or self._unread.get(content, 0) >= MAX_UNREAD
-            or self._clocks.timer() < self._off_until_ns
+            or (self._off_until_ns > 0 and self._clocks.timer() < self._off_until_ns)
         )
 
     def put(self, block: StoredBlock) -> bool:

@@ -162,7 +162,7 @@ class Keeper:
             # Others look again even if this process is killed in the midst of its change.
             self._counter = counter.increase()
             if self._own is None or not self._own.is_there:
-                self._see(*self._catalog.refresh(everything=True))
+                self._see(*self._catalog.refresh(everything=False))
                 self._own = self._take_folder()
             yield self._own
 

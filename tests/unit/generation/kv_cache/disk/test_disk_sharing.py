@@ -213,7 +213,7 @@ def test_what_is_dropped_unread_is_not_written_forever(disk: Disk):
         for blocks in chains:
             if not store.has(blocks[0].content):
                 disk.save(store, blocks)
-    assert store.stats.written_blocks <= 5 * (MAX_UNREAD + 1) * 4
+    assert store.stats.written_blocks <= 5 * MAX_UNREAD * len(chains)
     written = store.stats.written_blocks
     unwanted = next(blocks for blocks in chains if not store.find(contents(blocks)))
     assert all(map(store.has, contents(unwanted)))
