@@ -16,8 +16,9 @@ from mlx_lm.generate import generate_step
 
 from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.kv_cache.tiers import Tiers
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
-from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.request import GenerateRequest, PolicyWeights, SamplingParams
 from mlx_parallm.types.step import SampledToken, ScheduledBatch, StepInFlight
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
@@ -118,15 +119,20 @@ class Session:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Any,
         *,
         num_blocks: int = 96,
         budget: int = 24,
         speculative: SpeculativeConfig | None = None,
+        tiers: Tiers | None = None,
+        weights: PolicyWeights | None = None,
     ) -> None:
         info = runner.info
         caching = not info.has_state
-        self.kv = KVCacheManager(num_blocks, info.block_size, enable_prefix_caching=caching)
+        self.weights = weights
+        self.kv = KVCacheManager(
+            num_blocks, info.block_size, enable_prefix_caching=caching, tiers=tiers
+        )
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget)
         self.scheduler = Scheduler(
             config,
@@ -146,7 +152,7 @@ class Session:
         request = GenerateRequest(
             request_id=name, model="m", prompt_ids=prompt, params=SamplingParams(**options)
         )
-        self.scheduler.add(request, seed=seed, end_ids=frozenset())
+        self.scheduler.add(request, seed=seed, end_ids=frozenset(), weights=self.weights)
 
     def step(self) -> None:
         batch = self.scheduler.schedule()
