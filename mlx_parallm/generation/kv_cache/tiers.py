@@ -174,7 +174,7 @@ class Tiers:
         return [ArrivedBlock(data[:-1], data[-1:] == DRAFTED, tier) for data, tier in arrived]
 
     def count_hit(self, tier: str) -> None:
-        """Count a block that a sequence was given."""
+        """Count a block of a prompt that a sequence was given."""
         self._hit_blocks[tier] += 1
 
     def clear(self) -> None:

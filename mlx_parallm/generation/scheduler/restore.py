@@ -63,7 +63,8 @@ class Restorer:
         if sequence.fetch is None:
             return
         sequence.arrived.extend(self._useful(sequence.fetch, sequence.blocks, known))
-        for block in sequence.arrived:
+        # Only prompts count: looking up a sequence that was preempted is no query either.
+        for block in sequence.arrived if not sequence.output_ids else ():
             self._tiers.count_hit(block.tier)
         if not sequence.arrived:
             self._running.end_fetch(sequence)

@@ -542,3 +542,47 @@ def test_nothing_is_asked_or_kept_without_a_lasting_content() -> None:
     harness.drain()
     # The memory has it already, and stores get it with what is known now.
     assert len(store.blocks) == NUM_FOUND
+
+
+def external_hits(harness: SchedulerHarness) -> tuple[int, int]:
+    """Return the prompt tokens that memory did not have, and those that came from stores."""
+    assert harness.tiers is not None
+    stats, tiers = harness.scheduler.stats(), harness.tiers.stats(SIZE).tiers
+    return stats.prefix_queries - stats.prefix_hits, sum(tier.hit_tokens for tier in tiers)
+
+
+def test_a_prompt_that_waited_is_counted_once() -> None:
+    store = DictStore(holds_back=True)
+    fill_store(store)
+    harness = harness_of(store)
+    ask(harness, "again")
+    for _ in range(3):
+        harness.step()
+    assert external_hits(harness) == (0, 0)
+    harness.drain()
+    assert external_hits(harness) == (len(PROMPT), NUM_FOUND * SIZE)
+
+
+def test_a_prompt_in_memory_and_store_is_counted_in_parts() -> None:
+    store = DictStore()
+    fill_store(store)
+    harness = harness_of(store)
+    ask(harness, "begins", PROMPT[:13])
+    harness.drain()
+    ask(harness, "goes on")
+    harness.drain()
+    assert harness.scheduler.stats().prefix_hits == 3 * SIZE
+    assert external_hits(harness) == (13 + len(PROMPT) - 3 * SIZE, NUM_FOUND * SIZE)
+
+
+def test_what_a_preempted_sequence_restores_is_no_hit_of_a_prompt() -> None:
+    store = DictStore()
+    harness = harness_of(store, num_blocks=12)
+    for number in range(3):
+        ask(harness, str(number), PROMPT[number : number + 9], max_tokens=30, priority=-number)
+    harness.drain()
+    assert harness.scheduler.stats().num_preemptions > 0
+    assert num_filled(harness) > 0
+    queries, hits = external_hits(harness)
+    assert queries == 27
+    assert hits == 0, "the prompts differ from their first token on"
