@@ -37,9 +37,10 @@ def pages_with_code() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def demo_server() -> Iterator[ServerProcess]:
+def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Yield a server of all embedded models, which the pages take for the one at port 8000."""
-    server = ServerProcess("--model", *MODELS, is_forked=False)
+    folder = tmp_path_factory.mktemp("kv")
+    server = ServerProcess("--model", *MODELS, "--kv-disk", str(folder), is_forked=False)
     server.wait_until_ready()
     yield server
     server.stop()
