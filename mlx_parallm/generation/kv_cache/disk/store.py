@@ -119,7 +119,6 @@ class DiskStore(BlockStore):
     @override
     def clear(self) -> None:
         self._index.clear()
-        self._keeper.clear()
         self._wake.set()
 
     @property
@@ -127,7 +126,7 @@ class DiskStore(BlockStore):
     def stats(self) -> StoreStats:
         return StoreStats(
             num_blocks=len(self._index),
-            used_bytes=self._keeper.num_bytes,
+            used_bytes=self._keeper.folder.num_bytes,
             limit_bytes=self._limit_bytes,
             read_blocks=self._reads.blocks,
             read_bytes=self._reads.num_bytes,
@@ -157,18 +156,21 @@ class DiskStore(BlockStore):
             self._keeper.turn(is_last=True)
             return
         is_flushed = threading.Event()
-        self._flushes.append(is_flushed)
+        with self._lock:
+            self._flushes.append(is_flushed)
         self._wake.set()
         is_flushed.wait()
 
     def turn(self) -> None:
         """Do what is due on the caller's thread, in a store without threads."""
         self._keeper.turn()
+        while self._keeper.is_indexing and not self._keeper.off:
+            self._keeper.turn()
         self._readers.read_waiting()
 
     def _slow(self) -> str:
         """Return a sentence if the disk does not answer, else an empty text."""
-        waiting_s = max(self._readers.waiting_s(), self._keeper.waiting_s())
+        waiting_s = max(self._readers.waiting_s(), self._keeper.folder.waiting_s())
         return f"the disk has not answered for {waiting_s:.0f} s" if waiting_s > SLOW_S else ""
 
     def _start(self) -> None:
@@ -181,15 +183,17 @@ class DiskStore(BlockStore):
         is_ready.wait(START_WITHIN_S)
 
     def _keep(self, is_ready: threading.Event) -> None:
-        delay_s = self._keeper.turn()
-        is_ready.set()
+        delay_s = 0.0
         while not self._is_closed:
             self._wake.wait(delay_s)
             self._wake.clear()
-            flushes, self._flushes = self._flushes, []
+            with self._lock:
+                flushes, self._flushes = self._flushes, []
             delay_s = self._keeper.turn(is_last=bool(flushes))
             for is_flushed in flushes:
                 is_flushed.set()
+            if not self._keeper.is_indexing:
+                is_ready.set()
         self._keeper.turn(is_last=True)
         self._keeper.close()
 
