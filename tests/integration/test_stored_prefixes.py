@@ -105,7 +105,7 @@ class StoredSession(Session):
     def finish(self) -> None:
         while self.has_work():
             if self.scheduler.stats().num_running == 0 and self.tiers.fetches.num_reserved:
-                self._is_woken.wait(0.05)
+                self._is_woken.wait(0.05)  # time limit: a read may become late meanwhile
             self.step()
         self.scheduler.check_integrity()
         self.tiers.check_integrity([])

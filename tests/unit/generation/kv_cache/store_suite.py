@@ -267,6 +267,18 @@ class LimitedStoreSuite(StoreSuite):
                 self.settle(store)
             assert read(store, kept) == chains.bytes_of(kept)
 
+    def test_an_end_that_is_put_again_is_no_newer_than_its_beginning(self, chains: Chains) -> None:
+        with closing(self.make_store(2 << 20)) as store:
+            kept = chains.new(20, size=20_000)
+            for number in range(12):
+                chains.put(store, kept)
+                self.settle(store)
+                # Others evict the end; the beginning is looked up again before the end is put.
+                chains.put(store, chains.new(60 + number, size=20_000))
+                self.settle(store)
+                store.find(kept)
+                chains.check_beginnings(store)
+
     def test_a_chain_larger_than_the_limit_keeps_its_beginning(self, chains: Chains) -> None:
         with closing(self.make_store(2 << 20)) as store:
             chain = chains.new(200, size=20_000)

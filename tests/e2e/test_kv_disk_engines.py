@@ -1,0 +1,61 @@
+"""`--kv-disk` with several engines: each reads what another one wrote, and counts for itself."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import httpx2
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server_process import ServerProcess
+
+PROMPT = "\n".join(f"line {number} of a long prompt" for number in range(60))
+FLAGS = ("--data-parallel-size", "2", "--kv-disk-bytes", "1GiB")
+
+
+def ask(server: ServerProcess, rank: int) -> int:
+    """Return how many tokens of the prompt an engine found."""
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    headers = {"X-data-parallel-rank": str(rank)}
+    answer = httpx2.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=None)
+    answer.raise_for_status()
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def by_engine(server: ServerProcess, name: str) -> list[float]:
+    """Return the values of a metric of the disk."""
+    text = httpx2.get(f"{server.url}/metrics", timeout=None).text
+    samples = {
+        sample.labels["engine"]: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == f"mlx_parallm:kv_tier_{name}"
+    }
+    return [samples[rank] for rank in ("0", "1")]
+
+
+def wait_for(server: ServerProcess, name: str, least: list[float]) -> None:
+    while any(a < b for a, b in zip(by_engine(server, name), least, strict=True)):
+        time.sleep(0.05)
+
+
+def test_an_engine_reads_what_another_one_wrote_also_after_a_restart(tmp_path: Path) -> None:
+    for is_restarted in (False, True):
+        server = ServerProcess("--kv-disk", str(tmp_path / "kv"), *FLAGS)
+        try:
+            server.wait_until_ready()
+            first = ask(server, 0)
+            assert (first > 0) == is_restarted
+            if not is_restarted:
+                wait_for(server, "blocks", [1, 1])
+                wait_for(server, "used_bytes", [1, 1])
+            assert ask(server, 1) > 0
+            hits = by_engine(server, "hit_tokens_total")
+            assert hits[0] == first
+            assert hits[1] > 0
+            assert by_engine(server, "limit_bytes") == [1 << 30, 1 << 30]
+            assert by_engine(server, "off") == [0, 0]
+        finally:
+            server.stop()
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
