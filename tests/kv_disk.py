@@ -39,7 +39,7 @@ class FaultyFiles(Files):
     """Files whose calls raise an error, or do something before."""
 
     errors: dict[str, int] = field(default_factory=dict)
-    before: dict[str, Callable[[], None]] = field(default_factory=dict)
+    before: dict[str, Callable[[], object]] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
 
     def _call(self, name: str) -> None:

@@ -17,6 +17,8 @@ from mlx_parallm.generation.kv_cache.disk.runs import Run
 
 # A file's name: owner, a random number, and the format, of this version or another.
 _NAME = re.compile(r"([0-9a-f]+)-[0-9a-f]+\.(kv\d+)")
+# MAX_GONE: files that are gone may be in the order of eviction, but not many more than the others.
+MAX_GONE = 100
 
 
 def file_name(owner: str, number: str) -> str:
@@ -93,11 +95,14 @@ class Catalog:
         writer.num_bytes += run.file_bytes
         self.num_bytes += run.file_bytes
         heapq.heappush(writer.heap, (run.used_ns, next(self._numbers), run))
+        if len(writer.heap) > MAX_GONE + 2 * len(writer.files):
+            writer.heap = [entry for entry in writer.heap if self._has(writer, entry[2])]
+            heapq.heapify(writer.heap)
 
     def remove(self, run: Run) -> None:
         """Count a file as gone."""
         writer = self._writers.get(run.writer)
-        if writer is not None and writer.files.get(run.name) is run:
+        if writer is not None and self._has(writer, run):
             del writer.files[run.name]
             writer.num_bytes -= run.file_bytes
             self.num_bytes -= run.file_bytes
@@ -125,7 +130,7 @@ class Catalog:
         heap = writer.heap
         while heap:
             used_ns, number, run = heap[0]
-            if writer.files.get(run.name) is not run:
+            if not self._has(writer, run):
                 heapq.heappop(heap)
                 continue
             if run.used_ns <= used_ns and not self._see_use(run):
@@ -134,6 +139,9 @@ class Catalog:
                 return run
             heapq.heapreplace(heap, (run.used_ns, number, run))
         return None
+
+    def _has(self, writer: _Writer, run: Run) -> bool:
+        return writer.files.get(run.name) is run
 
     def _see_use(self, run: Run) -> bool:
         """Look whether another process used a file; return False if it is gone."""

@@ -1,6 +1,7 @@
 """Stores of several processes, models and versions in one folder."""
 
 import fcntl
+import gc
 import os
 import shutil
 import stat
@@ -11,6 +12,7 @@ import pytest
 from mlx_parallm.generation.kv_cache.disk.folder import LOCK, check_kv_folder, locked
 from mlx_parallm.generation.kv_cache.disk.index import MAX_UNREAD
 from mlx_parallm.generation.kv_cache.disk.keeper import SAVE_USES_NS
+from mlx_parallm.generation.kv_cache.disk.runs import Run
 from mlx_parallm.generation.kv_cache.disk.store import DiskStore
 from mlx_parallm.generation.kv_cache.disk.upkeep import clear_folder
 from mlx_parallm.types.errors import ConfigError
@@ -286,6 +288,18 @@ def test_a_clear_while_the_disk_does_not_work_holds_later(disk: Disk):
     assert store.find(contents(blocks)) == 0
     scan(disk, store)
     assert disk.files() == []
+
+
+def test_clears_leave_nothing_of_what_was(disk: Disk):
+    store = disk.open()
+    for name in range(300):
+        disk.save(store, chain(name, 1))
+        store.clear()
+        disk.clock.pass_s(3)
+        store.turn()
+    del store
+    gc.collect()
+    assert sum(isinstance(each, Run) for each in gc.get_objects()) < 150
 
 
 def test_many_stores_leave_no_descriptor_open(disk: Disk):

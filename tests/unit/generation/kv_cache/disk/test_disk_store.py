@@ -1,14 +1,16 @@
 """The disk store: what was put is found, read and verified, also after a restart."""
 
 import itertools
+import threading
 from pathlib import Path
 
 import pytest
 from typing_extensions import override
 
+from mlx_parallm.generation.kv_cache.disk import store as store_module
 from mlx_parallm.generation.kv_cache.disk.store import DiskStore
 from mlx_parallm.generation.kv_cache.stores import BlockStore
-from tests.kv_disk import OWNER, Disk, chain, contents, data, read
+from tests.kv_disk import OWNER, Disk, FaultyFiles, chain, contents, data, read
 from tests.unit.generation.kv_cache.store_suite import LimitedStoreSuite
 from tests.unit.generation.kv_cache.store_suite import read as read_awaited
 
@@ -70,6 +72,56 @@ def test_a_store_with_threads_does_the_same(tmp_path: Path):
     assert store.find(contents(blocks)) == 300
     assert read_awaited(store, contents(blocks)) == data(blocks)
     store.close()
+
+
+def threads_of_stores() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kv-disk")]
+
+
+def test_an_end_while_blocks_are_read_leaves_no_fetch_and_no_thread(tmp_path: Path):
+    gate, is_reading = threading.Event(), threading.Event()
+    files = FaultyFiles()
+    store, chains = (
+        DiskStore(tmp_path, OWNER, 1 << 30, files=files),
+        [chain(n, 3) for n in range(30)],
+    )
+    for blocks in chains:
+        for block in blocks:
+            store.put(block)
+    store.flush()
+
+    def wait() -> None:
+        is_reading.set()
+        gate.wait()
+
+    files.before["read"] = wait
+    fetches = [store.fetch(contents(blocks)) for blocks in chains]
+    is_reading.wait()
+    end = threading.Thread(target=store.close)
+    end.start()
+    gate.set()
+    end.join()
+    for thread in threads_of_stores():
+        thread.join()
+    for fetch, blocks in zip(fetches, chains, strict=True):
+        assert fetch.is_done
+        assert list(fetch.result()) in ([], data(blocks))
+    assert store.fetch(contents(chains[0])).is_done
+
+
+def test_an_end_does_not_wait_long_for_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    gate, files = threading.Event(), FaultyFiles()
+    files.before["write"] = gate.wait
+    store = DiskStore(tmp_path, OWNER, 1 << 30, files=files)
+    for block in chain("a", 3):
+        store.put(block)
+    monkeypatch.setattr(store_module, "CLOSE_WITHIN_S", 0.0)
+    store.close()
+    assert not gate.is_set()
+    gate.set()
+    for thread in threads_of_stores():
+        thread.join()
+    assert DiskStore(tmp_path, OWNER, 1 << 30).find(contents(chain("a", 3))) == 3
 
 
 class TestSuite(LimitedStoreSuite):
