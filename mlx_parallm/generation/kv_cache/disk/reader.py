@@ -152,7 +152,7 @@ class Readers:
         fetch, piece = work
         self._begun_ns[piece] = self._timer()
         try:
-            if not self._is_closed:
+            if fetch.needs(piece.first) and not self._is_closed:
                 self._read(fetch, piece)
         finally:
             del self._begun_ns[piece]

@@ -2,10 +2,12 @@
 
 import errno
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from mlx_parallm.generation.kv_cache.disk.index import MAX_UNREAD
 from tests.kv_disk import Disk, FaultyFiles, chain, contents, data, read
 
 
@@ -176,6 +178,29 @@ def test_the_file_that_follows_a_damaged_one_stays(disk: Disk):
     assert [list(fetch.result()) for fetch in fetches] == [[], [], []]
     assert not path.exists()
     assert read(store, contents(blocks)) == data(blocks)
+
+
+def test_ten_thousand_requests_at_the_limit_write_nothing_in_vain_again_and_again(disk: Disk):
+    # A folder that is too small for what is asked for could be written all the time.
+    source, store = random.Random(0), disk.open(limit_bytes=60_000)
+    num_wasted: Counter[int] = Counter()
+    written: set[int] = set()
+    for _ in range(10_000):
+        name = source.randrange(100)
+        blocks = chain(name, 5)
+        num = store.find(contents(blocks))
+        if num and source.random() < 0.1:
+            assert read(store, contents(blocks)[:num]) == data(blocks)[:num]
+            num_wasted[name] = 0
+            written.discard(name)
+        elif not num and name in written:
+            num_wasted[name] += 1
+            written.discard(name)
+        if not store.has(blocks[0].content):
+            disk.save(store, blocks)
+            written.add(name)
+    assert max(num_wasted.values()) <= MAX_UNREAD
+    assert len([name for name, num in num_wasted.items() if num == MAX_UNREAD]) > 50
 
 
 @pytest.mark.parametrize("seed", range(3))

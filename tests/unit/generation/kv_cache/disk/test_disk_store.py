@@ -74,6 +74,23 @@ def test_a_store_with_threads_does_the_same(tmp_path: Path):
     store.close()
 
 
+def test_what_is_cancelled_is_not_read(disk: Disk):
+    files = FaultyFiles()
+    store, blocks = disk.open(files=files), chain("a", 100)
+    disk.save(store, blocks)
+    fetch = store.fetch(contents(blocks))
+    fetch.cancel()
+    store.turn()
+    assert fetch.is_done
+    assert files.calls["read"] == 0
+    fetch = store.fetch(contents(blocks))
+    files.before["read"] = fetch.cancel
+    store.turn()
+    assert fetch.is_done
+    assert files.calls["read"] == 1
+    assert store.stats.read_blocks == 0
+
+
 def threads_of_stores() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("kv-disk")]
 
