@@ -22,8 +22,10 @@ MAX_GONE = 100
 
 
 def file_name(owner: str, number: str) -> str:
-    """Return the name of an owner's file."""
-    return f"{owner}-{number}{SUFFIX}"
+    """Return the name of an owner's file; both are hexadecimal digits."""
+    name = f"{owner}-{number}{SUFFIX}"
+    assert owner_of(name) == owner, "the name is read as it was made"
+    return name
 
 
 def owner_of(name: str) -> str:

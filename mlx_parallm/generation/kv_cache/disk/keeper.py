@@ -253,7 +253,7 @@ class Keeper:
 
     def _turn_off(self, problem: OSError) -> None:
         why = problem.strerror or str(problem)
-        if not self.off:
+        if why != self.off:
             logger.warning("no KV is written to %s: %s", self._path, why)
         self.off = why
         self._index.turn_off(self._timer() + RETRY_NS)

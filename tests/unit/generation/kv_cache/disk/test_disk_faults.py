@@ -250,7 +250,9 @@ def test_an_unplugged_disk_is_forgotten_and_found_again(disk: Disk, call: str):
     assert read(store, contents(blocks)) == data(blocks)
 
 
-def test_nothing_is_written_where_another_file_system_appears(disk: Disk):
+def test_nothing_is_written_where_another_file_system_appears(
+    disk: Disk, caplog: pytest.LogCaptureFixture
+):
     class Moved(Files):
         number = 1
 
@@ -265,6 +267,7 @@ def test_nothing_is_written_where_another_file_system_appears(disk: Disk):
     files.number = 2
     disk.save(store, blocks)
     assert "mounted" in store.stats.off
+    assert "mounted" in caplog.text
     assert not disk.folder.exists()
     elsewhere.rename(disk.folder)
     files.number = 3

@@ -156,6 +156,14 @@ def test_the_limit_holds_over_models_and_formats(disk: Disk):
     assert [len(list(writer.glob("*.kv1"))) for writer in writers(disk)] == [5, 5]
 
 
+def test_of_two_limits_the_smaller_counts(disk: Disk):
+    large, small = disk.open(limit_bytes=100_000), disk.open(limit_bytes=30_000)
+    for name in range(10):
+        disk.save(large, chain(name, 5))
+        scan(disk, small)
+        assert disk.num_bytes() <= 30_000
+
+
 def test_the_limit_holds_at_the_start(disk: Disk):
     store = disk.open()
     for name in range(10):
