@@ -4,14 +4,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mlx_parallm.generation.kv_cache.stores import BlockStore, StoredBlock, StoreStats
+from mlx_parallm.types.content import Buffer
 
 
 @dataclass
 class DictFetch:
-    blocks: Sequence[bytes]
+    blocks: Sequence[Buffer]
     is_done: bool
 
-    def result(self) -> Sequence[bytes]:
+    def result(self) -> Sequence[Buffer]:
         return self.blocks
 
     def cancel(self) -> None:
@@ -24,7 +25,7 @@ class DictStore(BlockStore):
     tier = "dict"
 
     def __init__(self, *, holds_back: bool = False) -> None:
-        self.blocks, self.fetches = dict[bytes, bytes](), list[DictFetch]()
+        self.blocks, self.fetches = dict[bytes, Buffer](), list[DictFetch]()
         self._holds_back, self._most, self._wake = holds_back, None, lambda: None
 
     def fail_after(self, num_blocks: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -62,6 +63,18 @@ class Waited:
 Record = Begun | Advanced | Waited
 
 
+class _Packer(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        # What blocks hold may be a view of an array.
+        return (bytes, (bytes(obj),)) if isinstance(obj, memoryview) else NotImplemented
+
+
+def packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Packer(buffer).dump(value)
+    return buffer.getvalue()
+
+
 class RecordingWorker(Worker):
     """Writes down what it is asked to do, in order, and what came of it."""
 
@@ -71,7 +84,7 @@ class RecordingWorker(Worker):
         self._count = 0
 
     def begin(self, op: Op[Any]) -> Pending[Any]:
-        self.records.append(Begun(pickle.dumps(op)))
+        self.records.append(Begun(packed(op)))
         number, self._count = self._count, self._count + 1
         try:
             return RecordedOp(super().begin(op), number, self.records)
@@ -178,4 +191,4 @@ def main(recorded: str, replayed: str, ahead: str) -> None:
     patches += [patch.object(module, name, refuse) for module, name in DECISIONS]
     for patched in patches:
         patched.start()
-    Path(replayed).write_bytes(pickle.dumps(replay(records, ahead=ahead == "ahead")))
+    Path(replayed).write_bytes(packed(replay(records, ahead=ahead == "ahead")))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from typing_extensions import override
 
 from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.types.content import Buffer
 from mlx_parallm.types.model_input import HostArray, InputStages
 from mlx_parallm.types.step import (
     NO_MOVES,
@@ -32,6 +34,8 @@ from mlx_parallm.worker.ops import (
     tensor_ops,
 )
 from mlx_parallm.worker.worker import Worker
+
+T = TypeVar("T")
 
 
 class DeviceRunner(Runner):
@@ -124,7 +128,7 @@ class _StepAfterMoves(StepInFlight):
     """
 
     step: StepInFlight
-    reads: Sequence[Pending[tuple[bytes, ...]]]
+    reads: Sequence[Pending[tuple[Buffer, ...]]]
     writes: Sequence[Pending[None]]
     contents: Sequence[bytes]
 
@@ -139,8 +143,8 @@ class _StepAfterMoves(StepInFlight):
 
 
 def _pieces(
-    pairs: Sequence[tuple[int, bytes]],
-) -> Iterator[tuple[tuple[int, ...], tuple[bytes, ...]]]:
+    pairs: Sequence[tuple[int, T]],
+) -> Iterator[tuple[tuple[int, ...], tuple[T, ...]]]:
     """Yield blocks and what belongs to them, ``PIECE_BLOCKS`` at a time."""
     for first in range(0, len(pairs), PIECE_BLOCKS):
         blocks, others = zip(*pairs[first : first + PIECE_BLOCKS], strict=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
+from mlx_parallm.types.content import Buffer
 from mlx_parallm.types.model_input import InputKind, InputRows, InputStages
 from mlx_parallm.types.record import message
 from mlx_parallm.types.request import DEFAULT_VERSION, SamplingParams
@@ -34,7 +35,7 @@ class Moves:
     """
 
     saved: tuple[tuple[int, bytes], ...] = ()
-    filled: tuple[tuple[int, bytes], ...] = ()
+    filled: tuple[tuple[int, Buffer], ...] = ()
     dropped: tuple[int, ...] = ()
     abandoned: tuple[int, ...] = ()
     stages: tuple[InputStages, ...] = ()
@@ -331,7 +332,7 @@ class StepOutput:
         default_factory=dict[int, tuple[TokenLogprob, ...]]
     )
     failed: Mapping[int, str] = field(default_factory=dict[int, str])
-    saved: tuple[tuple[bytes, bytes], ...] = ()
+    saved: tuple[tuple[bytes, Buffer], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

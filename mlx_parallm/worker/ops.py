@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
+from mlx_parallm.types.content import Buffer
 from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.pooling import OwnHead, PoolingInput
 from mlx_parallm.types.step import ScheduledBatch, StepOutput
@@ -139,7 +140,7 @@ class Step(Op[StepOutput]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadBlocks(Op[tuple[bytes, ...]]):
+class ReadBlocks(Op[tuple[Buffer, ...]]):
     """Return what KV blocks hold, a row of bytes for each, in all layers of the model.
 
     They are read as the steps that were begun before leave them. ``begin`` returns before the
@@ -171,7 +172,7 @@ class WriteBlocks(Op[None]):
 
     model: str
     blocks: tuple[int, ...]
-    data: tuple[bytes, ...]
+    data: tuple[Buffer, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,7 +104,7 @@ class Device:
 
     def read(self, blocks: Sequence[int]) -> list[bytes]:
         output = self.submit(saved=tuple((block, b"") for block in blocks)).wait()
-        return [data for _, data in output.saved]
+        return [bytes(data) for _, data in output.saved]
 
 
 def row(
@@ -149,7 +149,7 @@ def assert_blocks_come_back(device: Device) -> None:
     assert [content for content, _ in saved] == contents
     # The step writes the last block after it was saved.
     wanted = device.decode(token, TABLE, saved=tuple(zip(TABLE, contents, strict=True)))
-    assert len({data for _, data in saved}) == len(TABLE)
+    assert len({bytes(data) for _, data in saved}) == len(TABLE)
     device.prefill(random_prompt(24, seed=3), TABLE)
     before = device.read(TABLE)
     assert all(data != old for data, (_, old) in zip(before, saved, strict=True))

@@ -50,7 +50,15 @@ from mlx_parallm.worker.generation.load.plan import GenerationPlan
 from mlx_parallm.worker.lora import adapter_store
 from mlx_parallm.worker.ops import ComputeInputs, StageAdapter, Step
 from tests import adapter_files
-from tests.recorded_worker import MODULES, Advanced, Begun, RecordingWorker, Waited, kinds_of
+from tests.recorded_worker import (
+    MODULES,
+    Advanced,
+    Begun,
+    RecordingWorker,
+    Waited,
+    kinds_of,
+    packed,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -321,7 +329,7 @@ def test_ops_replayed_in_another_process_give_equal_results(
     records = run.worker.records
     assert run.generator.info.runs_ahead == run.generator.info.is_compiled == ahead
     recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
-    recorded.write_bytes(pickle.dumps(records))
+    recorded.write_bytes(packed(records))
     # Equal results need the same BLAS.
     code = (
         "import sys\n"

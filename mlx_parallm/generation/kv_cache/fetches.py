@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mlx_parallm.generation.kv_cache.stores import BlockStore, Fetch
+from mlx_parallm.types.content import Buffer
 
 # FETCH_BYTES: most bytes of chains in host memory, which are read or wait for their sequence to
 # start; one chain may be larger.
@@ -89,9 +90,9 @@ class ChainFetch:
         if self.done_s is None and self.is_done:
             self.done_s = self.clock()
 
-    def result(self) -> list[tuple[bytes, str]]:
+    def result(self) -> list[tuple[Buffer, str]]:
         """Return the leading blocks that could be read, with their tiers; none if it is late."""
-        blocks: list[tuple[bytes, str]] = []
+        blocks: list[tuple[Buffer, str]] = []
         if self.is_dropped:
             return blocks
         for run, read in zip(self.runs, self.reads, strict=True):
@@ -180,7 +181,7 @@ class FetchQueue:
             return True
         return read_s < fetch.compute_s
 
-    def take(self, fetch: ChainFetch) -> list[tuple[bytes, str]]:
+    def take(self, fetch: ChainFetch) -> list[tuple[Buffer, str]]:
         """Return the result of a chain that is awaited no longer; ``release`` must follow."""
         fetch.is_taken = True
         if fetch.is_dropped:

@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing_extensions import override
 
 from mlx_parallm.generation.kv_cache.stores import BlockStore, StoredBlock, StoreStats
+from mlx_parallm.types.content import Buffer
 
 
 @dataclass(slots=True)
@@ -26,10 +27,10 @@ class _Entry:
 class _Held:
     """Blocks that need no reading; implements ``Fetch``."""
 
-    blocks: Sequence[bytes]
+    blocks: Sequence[Buffer]
     is_done: bool = True
 
-    def result(self) -> Sequence[bytes]:
+    def result(self) -> Sequence[Buffer]:
         return self.blocks
 
     def cancel(self) -> None:

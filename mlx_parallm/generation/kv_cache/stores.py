@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from mlx_parallm.types.content import Buffer
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBlock:
@@ -18,12 +20,12 @@ class StoredBlock:
     Attributes:
         content: its content address, which means the same in every process.
         parent: the content of the block that it follows; empty for the first of a chain.
-        data: its bytes.
+        data: its bytes, which nobody changes.
     """
 
     content: bytes
     parent: bytes
-    data: bytes
+    data: Buffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,7 @@ class Fetch(Protocol):
         """True once ``result`` returns at once."""
         ...
 
-    def result(self) -> Sequence[bytes]:
+    def result(self) -> Sequence[Buffer]:
         """Return the leading blocks that could be read, verified; call it only when done."""
         ...
 

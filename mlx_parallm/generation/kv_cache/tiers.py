@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from mlx_parallm.generation.kv_cache.fetches import ChainFetch, FetchQueue, Run
 from mlx_parallm.generation.kv_cache.saves import SaveQueue
 from mlx_parallm.generation.kv_cache.stores import BlockStore, StoredBlock, StoreStats
-from mlx_parallm.types.content import PendingContent, digest_of
+from mlx_parallm.types.content import Buffer, PendingContent, digest_of
 
 #: ``MIN_SAVED_BLOCKS``: a shorter chain is computed again soon enough, and saved once it has grown.
 MIN_SAVED_BLOCKS = 16
@@ -64,7 +64,7 @@ class ArrivedBlock:
         tier: the store's name.
     """
 
-    data: bytes
+    data: Buffer
     is_drafted: bool
     tier: str
 
@@ -154,13 +154,13 @@ class Tiers:
             start += count
         return runs
 
-    def put(self, content: bytes, data: bytes) -> None:
+    def put(self, content: bytes, data: Buffer) -> None:
         """Give the stores that lack it a block that was read for them."""
         save = self.saves.end(content)
         if save is None:
             return
         if self._draft is not None:
-            data += DRAFTED if save.is_drafted else PLAIN
+            data = b"".join((data, DRAFTED if save.is_drafted else PLAIN))
         block = StoredBlock(content=content, parent=save.parent, data=data)
         for store in self._stores:
             if not store.has(content):

@@ -7,6 +7,7 @@ import math
 from mlx_parallm.generation.inputs.runs import StageAllowance
 from mlx_parallm.generation.scheduler.sequence import Sequence
 from mlx_parallm.generation.scheduler.step_cost import PrefillAllowance
+from mlx_parallm.types.content import Buffer
 
 
 class StepPlan:
@@ -42,7 +43,7 @@ class StepPlan:
         self.has_preempted = False
         self.block_copies: dict[Sequence, tuple[int, int]] = {}
         self.state_copies: dict[Sequence, tuple[int, int]] = {}
-        self.filled: dict[int, bytes] = {}
+        self.filled: dict[int, Buffer] = {}
         self.filling: set[Sequence] = set()
 
     @property

@@ -12,6 +12,7 @@ import numpy as np
 from typing_extensions import override
 
 from mlx_parallm.grammar.masks import GrammarMasks
+from mlx_parallm.types.content import Buffer
 from mlx_parallm.types.errors import StepError
 from mlx_parallm.types.request import ALL_TOKENS
 from mlx_parallm.types.step import (
@@ -291,12 +292,12 @@ class ModelRunner(Runner):
         self._latest = step if runs_ahead else None
         return step
 
-    def read_blocks(self, blocks: Sequence[int]) -> Pending[tuple[bytes, ...]]:
+    def read_blocks(self, blocks: Sequence[int]) -> Pending[tuple[Buffer, ...]]:
         """Begin to read KV blocks, as the steps before leave them; see ``ReadBlocks``."""
         with self._recovering():
             return self._moves.read(blocks)
 
-    def write_blocks(self, blocks: Sequence[int], data: Sequence[bytes]) -> Pending[None]:
+    def write_blocks(self, blocks: Sequence[int], data: Sequence[Buffer]) -> Pending[None]:
         """Begin to write KV blocks, before the steps that follow; see ``WriteBlocks``."""
         with self._recovering():
             if self._is_reading(blocks):

@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from mlx_parallm.types.content import Buffer
+
 FILE_MODE = 0o600
 # MAX_PARTS: most buffers of a call of ``writev`` (IOV_MAX is 1,024 on Linux and macOS).
 MAX_PARTS = 1000
@@ -74,7 +76,7 @@ class Files:
         finally:
             os.close(descriptor)
 
-    def write(self, path: Path, parts: Iterable[bytes], used_ns: int) -> None:
+    def write(self, path: Path, parts: Iterable[Buffer], used_ns: int) -> None:
         """Write a file as a whole: under another name first, which is then replaced."""
         part = path.with_name(path.name + PART)
         try:
@@ -91,7 +93,7 @@ class Files:
                 os.unlink(part)
             raise
 
-    def write_parts(self, descriptor: int, parts: Iterable[bytes]) -> None:
+    def write_parts(self, descriptor: int, parts: Iterable[Buffer]) -> None:
         """Write all parts without joining them; a single call may write less than it was given."""
         views = [memoryview(part) for part in parts if part]
         while views:

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from mlx_parallm.types.content import Buffer
 from mlx_parallm.types.errors import ParallmError
 
 # SUFFIX ends names of files in this format. A format that differs has another suffix, so that
@@ -87,7 +88,7 @@ class Header:
         return self.num_bytes + sum(length for _, length, _ in _ENTRY.iter_unpack(self.entries))
 
 
-def block_digest(content: bytes, data: bytes) -> bytes:
+def block_digest(content: bytes, data: Buffer) -> bytes:
     """Return the digest of a block, by which it is verified when it is read."""
     digest = hashlib.sha256(content)
     digest.update(data)
@@ -100,7 +101,7 @@ def header_bytes(num_blocks: int) -> int:
 
 
 def pack_header(
-    owner: str, parent: bytes, put_ns: int, blocks: Mapping[bytes, bytes]
+    owner: str, parent: bytes, put_ns: int, blocks: Mapping[bytes, Buffer]
 ) -> tuple[bytes, Header]:
     """Return the header of a file with blocks by their contents, as bytes and as an object."""
     entries = b"".join(

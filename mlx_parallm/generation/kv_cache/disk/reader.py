@@ -14,6 +14,7 @@ from mlx_parallm.generation.kv_cache.disk.files import Files, OpenFile
 from mlx_parallm.generation.kv_cache.disk.format import BadFileError, Span, block_digest
 from mlx_parallm.generation.kv_cache.disk.runs import Run
 from mlx_parallm.generation.kv_cache.stores import Fetch
+from mlx_parallm.types.content import Buffer
 
 # NUM_READERS: threads that read and verify at once. A core verifies 1 to 2 GB/s, and a disk reads
 # more.
@@ -29,7 +30,7 @@ class _Piece:
     run: Run
     first: int
     contents: list[bytes]
-    data: list[bytes] = field(default_factory=list[bytes])
+    data: list[Buffer] = field(default_factory=list[Buffer])
 
 
 class DiskFetch(Fetch):
@@ -48,9 +49,9 @@ class DiskFetch(Fetch):
         """See ``Fetch``."""
         return self._num_open == 0
 
-    def result(self) -> Sequence[bytes]:
+    def result(self) -> Sequence[Buffer]:
         """See ``Fetch``."""
-        data: list[bytes] = []
+        data: list[Buffer] = []
         for piece in self._pieces:
             data += piece.data
             if len(piece.data) < len(piece.contents):
@@ -170,7 +171,7 @@ class Readers:
         if piece.data:
             self._on_read(piece.run, len(piece.data), sum(map(len, piece.data)))
 
-    def _blocks(self, fetch: DiskFetch, piece: _Piece) -> Iterator[bytes]:
+    def _blocks(self, fetch: DiskFetch, piece: _Piece) -> Iterator[Buffer]:
         # A run that is being written drops its bytes at any time, but not before it is a file.
         if (blocks := piece.run.blocks) is not None:
             yield from (blocks[content] for content in piece.contents)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mlx_parallm.generation.kv_cache.disk.format import Header
 from mlx_parallm.generation.kv_cache.stores import StoredBlock
+from mlx_parallm.types.content import Buffer
 
 # RUN_BYTES, RUNS: a run that has so many bytes, or this part of the folder's limit, is written.
 # Files of this size are read at a disk's full rate, and lose little if one is evicted as a whole.
@@ -45,7 +46,7 @@ class Run:
     begun_ns: int = 0
     last: bytes = b""
     last_ns: int = 0
-    blocks: dict[bytes, bytes] | None = None
+    blocks: dict[bytes, Buffer] | None = None
     data_bytes: int = 0
     file_bytes: int = 0
     writer: str = ""

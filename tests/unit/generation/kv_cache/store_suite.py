@@ -62,7 +62,7 @@ def read(store: BlockStore, chain: Sequence[bytes]) -> list[bytes]:
     while not fetch.is_done:
         done.wait()
         done.clear()
-    return list(fetch.result())
+    return [bytes(row) for row in fetch.result()]
 
 
 class StoreSuite:
@@ -206,7 +206,7 @@ class StoreSuite:
             while not fetch.is_done:
                 done.wait()
                 done.clear()
-            results.append(fetch.result())
+            results.append([bytes(row) for row in fetch.result()])
 
         thread = threading.Thread(target=collect)
         thread.start()

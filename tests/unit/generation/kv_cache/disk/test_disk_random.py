@@ -78,7 +78,7 @@ class History:
         blocks = start + chain((owner, name, size), self.source.randint(1, 12), size, parent)
         self.chains.append(blocks)
         for block in blocks:
-            self.data[owner, block.content] = block.data
+            self.data[owner, block.content] = bytes(block.data)
             if not store.has(block.content):
                 store.put(block)
                 for by, other, _ in self.open:
