@@ -48,6 +48,16 @@ class Server:
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
+    def processor_s(self) -> float:
+        """Return the processor seconds of the process and all its threads so far (Linux)."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def kill(self) -> None:
+        """End the process with SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+
     def log_tail(self, lines: int = 20) -> str:
         """Return the end of what the server printed."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
