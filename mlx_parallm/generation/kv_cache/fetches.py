@@ -150,6 +150,10 @@ class FetchQueue:
         self.num_reads = self.num_late = 0
         self.wait_s = 0.0
 
+    def __len__(self) -> int:
+        """Return how many chains are queued, are read, or are not filled yet."""
+        return len(self._queued) + len(self._held)
+
     @property
     def num_reserved(self) -> int:
         """Return how many chains are queued, being read or read, whose sequences do not run yet."""

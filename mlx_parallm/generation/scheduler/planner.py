@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.engine.turns import TARGET_SHARE
@@ -23,7 +22,7 @@ from mlx_parallm.generation.scheduler.step_cost import (
 )
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
 from mlx_parallm.generation.scheduler.waiting import WaitingQueue
-from mlx_parallm.types.step import Moves
+from mlx_parallm.types.step import ScheduledBatch
 
 # CHUNK_SHARE: a prompt gets at most this share of the token budget before all others had theirs, so
 # that a long prompt does not delay short ones. The rest of the budget goes to unfinished prompts.
@@ -215,18 +214,17 @@ class Planner:
             else:
                 self._preempt(sequence)
 
-    def observe(self, rows: Iterable[tuple[int, int]], moves: Moves, seconds: float) -> None:
-        """Learn from a step that has ended.
-
-        Args:
-            rows: first position and number of tokens of each of its rows.
-            moves: what was moved and computed before it.
-            seconds: that it took.
-        """
-        tiers = self._kv.tiers
-        if (self.cost is None and tiers is None) or moves.saved or moves.filled:
+    def observe(self, batch: ScheduledBatch, seconds: float) -> None:
+        """Learn from a step that has ended; ``seconds`` is the time that it took."""
+        tiers, moves = self._kv.tiers, batch.moves
+        if moves.saved or moves.filled:
             return
-        work = StepWork.of(rows)
+        # Rows of one token come first, and most steps have no others.
+        rows = batch.sequences
+        has_prompts = bool(rows) and len(rows[-1].token_ids) > 1
+        if self.cost is None and (tiers is None or not has_prompts):
+            return
+        work = StepWork.of((row.start, len(row.token_ids)) for row in rows)
         if tiers is not None and work.prefill_tokens >= MIN_CHUNK and not moves.stages:
             tiers.fetches.computing.observe(work.prefill_tokens, seconds)
         if self.cost is None:

@@ -88,6 +88,8 @@ class Restorer:
 
         Beside streams it is one piece, which takes a part of a step's time.
         """
+        if not self._tiers.fetches:
+            return
         filling = [sequence for sequence in self._running if sequence.arrived]
         if not filling:
             return

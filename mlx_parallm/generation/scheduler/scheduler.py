@@ -137,8 +137,7 @@ class Scheduler:
         ``seconds`` is the time that the engine spent on it: from the end of the step before, or its
         own begin, until it was submitted, and waiting for its end.
         """
-        rows = ((row.start, len(row.token_ids)) for row in batch.sequences)
-        self._planner.observe(rows, batch.moves, seconds)
+        self._planner.observe(batch, seconds)
 
     def has_work(self) -> bool:
         """Return True if any request has not ended, or blocks are to be saved."""
@@ -197,7 +196,9 @@ class Scheduler:
         ``limit`` is the most, but for those that leave.
         """
         tiers = self._kv.tiers
-        return () if tiers is None else tuple(tiers.saves.take(0 if tiers.is_busy else limit))
+        if tiers is None or not tiers.saves:
+            return ()
+        return tuple(tiers.saves.take(0 if tiers.is_busy else limit))
 
     def borrowed_block(self) -> AbstractContextManager[int | None]:
         """Return a context that holds a KV block; see ``KVCacheManager.borrowed_block``."""
