@@ -2,16 +2,23 @@
 
 ``python -m benchmarks.host_cost``. An engine whose runner computes nothing steps rows that decode.
 Where a device waits for the host, as it does for a small model, every step is so much longer.
+``--kv-disk`` gives it a disk store. ``--against TREE`` compares it with another checkout of this
+project: both run in turns, ``--pairs`` times, without a store and with one.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
-from benchmarks.checks import Check, conclude
+from benchmarks.checks import RESULTS, Check, conclude
 from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.bench.step_times import Span
 from mlx_parallm.bench.step_trace import TraceRecorder
@@ -19,14 +26,22 @@ from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation.engine import GenerationEngine
+from mlx_parallm.generation.kv_cache.disk.store import DiskStore
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.kv_cache.tiers import Tiers
 from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.peers import child_process
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.types.step import Phase, RunnerInfo, SampledToken, ScheduledBatch, StepOutput
 
 PROMPT_TOKENS, BLOCK_SIZE, ROUNDS = 512, 16, 5
+# BLOCK_BYTES: of KV, which nothing reads here.
+BLOCK_BYTES, DISK_BYTES = 1 << 20, 1 << 30
+#: ``HERE``: this checkout.
+HERE = Path(__file__).resolve().parents[1]
+STEP, MOST = "{} rows: a step, us", 1.02
 PHASES = (Phase.SCHEDULE, Phase.UPDATE, Phase.DETOKENIZE, Phase.PUBLISH)
 
 
@@ -73,40 +88,103 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 128])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--kv-disk", type=Path, help="folder of a disk store")
+    parser.add_argument("--against", type=Path, metavar="TREE", help="another checkout")
+    parser.add_argument("--pairs", type=int, default=5, help="turns of --against")
     args = parser.parse_args()
+    if args.against is not None:
+        return conclude("host_cost_against", *compare(args))
     checks: list[Check] = []
     for count in args.rows:
-        times, spans = decode(count, args.steps)
-        checks.append(Check(f"{count} rows: a step, us", 1e3 * statistics.median(times)))
+        times, spans = decode(count, args.steps, args.kv_disk)
+        checks.append(Check(STEP.format(count), 1e3 * statistics.median(times)))
         checks += [
             Check(f"{count} rows: {phase.value}, us", phase_us(spans, phase)) for phase in PHASES
         ]
     return conclude("host_cost", checks, {})
 
 
-def decode(count: int, steps: int) -> tuple[list[float], Sequence[Span]]:
+def compare(args: argparse.Namespace) -> tuple[list[Check], dict[str, list[dict[str, float]]]]:
+    """Return steps of this tree over those of another one, and all of them."""
+    base = ["--steps", str(args.steps), "--rows", *map(str, args.rows)]
+    times: dict[str, list[dict[str, float]]] = {"other": [], "off": [], "on": []}
+    with tempfile.TemporaryDirectory() as folder:
+        store = ["--kv-disk", str(Path(folder) / "kv")]
+        runs: dict[str, tuple[Path, list[str]]] = {
+            "other": (args.against.resolve(), base),
+            "off": (HERE, base),
+            "on": (HERE, base + store),
+        }
+        where = Path(folder)
+        for number in range(args.pairs):
+            for name in list(runs) if number % 2 else reversed(runs):
+                tree, arguments = runs[name]
+                times[name].append(step_times(tree, arguments, where))
+                print(name, times[name][-1], flush=True)
+    checks: list[Check] = []
+    for count in args.rows:
+        steps = {name: [each[str(count)] for each in of_tree] for name, of_tree in times.items()}
+        checks.append(Check(f"{count} rows: a step of the other, us", min(steps["other"])))
+        for name, what in (("off", "without a store"), ("on", "with a disk store")):
+            ratios = [own / old for own, old in zip(steps[name], steps["other"], strict=True)]
+            least = min(steps[name]) / min(steps["other"])
+            checks += [
+                Check(f"{count} rows: {what}, median ratio", statistics.median(ratios), "<=", MOST),
+                Check(f"{count} rows: {what}, ratio of the least", least, "<=", MOST),
+            ]
+    return checks, times
+
+
+def step_times(tree: Path, arguments: Sequence[str], folder: Path) -> dict[str, float]:
+    """Return the microseconds of a step by the number of rows, as a tree measures them."""
+    child_process.run(
+        ["benchmarks.host_cost", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        stdout=subprocess.DEVNULL,
+    ).check_returncode()
+    checks = json.loads((folder / RESULTS / "host_cost.json").read_text())["checks"]
+    values = {check["what"]: check["value"] for check in checks}
+    ending = STEP.format("")
+    return {what.removesuffix(ending): us for what, us in values.items() if what.endswith(ending)}
+
+
+def decode(
+    count: int, steps: int, kv_disk: Path | None = None
+) -> tuple[list[float], Sequence[Span]]:
     """Return the milliseconds of steps in which ``count`` rows decode, and their phases."""
     recorder = TraceRecorder()
-    engine = make_engine(count, ROUNDS * steps, recorder)
+    engine = make_engine(count, ROUNDS * steps, recorder, kv_disk)
     load = DecodeLoad(engine, [list(range(PROMPT_TOKENS))] * count)
     load.prefill()
     load.decode(steps)
     spare_garbage_collection()
     recorder.spans.clear()
-    return load.decode(ROUNDS * steps), recorder.spans
+    times = load.decode(ROUNDS * steps)
+    engine.close()
+    return times, recorder.spans
 
 
-def make_engine(count: int, steps: int, recorder: TraceRecorder) -> GenerationEngine:
+def make_engine(
+    count: int, steps: int, recorder: TraceRecorder, kv_disk: Path | None
+) -> GenerationEngine:
     """Return an engine for so many rows and steps, without a model."""
     blocks_each = (PROMPT_TOKENS + 2 * steps) // BLOCK_SIZE + 2
     runner = NoModel(count * blocks_each)
-    kv = KVCacheManager(runner.info.num_blocks, BLOCK_SIZE, enable_prefix_caching=True)
+    tiers = None
+    if kv_disk is not None:
+        tiers = Tiers([DiskStore(kv_disk, "none", DISK_BYTES)], block_bytes=BLOCK_BYTES)
+    kv = KVCacheManager(runner.info.num_blocks, BLOCK_SIZE, enable_prefix_caching=True, tiers=tiers)
     limits = SchedulerConfig(max_num_seqs=count)
     scheduler = Scheduler(limits, kv, max_model_len=runner.info.max_model_len)
     metrics = EngineMetrics(MetricFamilies(), "none", runner.info)
-    return GenerationEngine(
-        scheduler, runner, load_tokenizer(DEMO_FOLDER), metrics, tracer=recorder
+    engine = GenerationEngine(
+        scheduler, runner, load_tokenizer(DEMO_FOLDER), metrics, tiers=tiers, tracer=recorder
     )
+    if tiers is not None:
+        # There are no weights to compare, so any name of them will do.
+        engine.policies.base.identity = engine.policies.base.lasting.digest = "none"
+    return engine
 
 
 def phase_us(spans: Sequence[Span], phase: Phase) -> float:

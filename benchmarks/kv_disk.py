@@ -234,7 +234,7 @@ def exactness(
     """Return how many answers differ from those that they must equal."""
 
     def differing(left: list[Answer], right: list[Answer], what: Callable[[Answer], Any]) -> int:
-        return sum(what(one) != what(other) for one, other in zip(left, right, strict=True))
+        return sum(what(mine) != what(other) for mine, other in zip(left, right, strict=True))
 
     def bits(answer: Answer) -> Any:
         return answer.token_ids, answer.logprobs
@@ -243,9 +243,9 @@ def exactness(
         return answer.token_ids
 
     largest = max(
-        abs(one - other)
+        abs(mine - other)
         for left, right in zip(cold, disk, strict=True)
-        for one, other in zip(left.logprobs, right.logprobs, strict=True)
+        for mine, other in zip(left.logprobs, right.logprobs, strict=True)
     )
     return [
         Check("disk: answers with other bits than memory", differing(disk, memory, bits), "==", 0),
@@ -288,7 +288,7 @@ def median_used(answers: Sequence[Answer]) -> float:
 def used_ratio(answers: Sequence[Answer], others: Sequence[Answer]) -> float:
     """Return the median of the ratios of processor times."""
     pairs = zip(answers, others, strict=True)
-    return statistics.median(one.processor_s / other.processor_s for one, other in pairs)
+    return statistics.median(mine.processor_s / other.processor_s for mine, other in pairs)
 
 
 def findable(args: Namespace) -> int:

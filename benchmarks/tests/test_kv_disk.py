@@ -1,4 +1,4 @@
-"""What ``benchmarks.kv_disk`` counts of files and of streams."""
+"""Files and streams are counted as ``benchmarks.kv_disk`` says."""
 
 from __future__ import annotations
 
