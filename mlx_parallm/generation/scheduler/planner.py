@@ -86,13 +86,13 @@ class Planner:
         """Return the next step: decode rows, then chunks of running prompts, then admissions."""
         plan = StepPlan(self.token_budget)
         self._running.input_runs.settle()
-        self._fill(plan)
         if self._running.adapters.blocked:
             # A sequence whose client is at its limit waits for the client, not for an adapter.
             heads = filter(self._running.allows_client, self._waiting.heads())
             adapters = {sequence.group.adapter for sequence in heads}
             self._running.adapters.keep_waiting({name for name in adapters if name is not None})
         self._preempt_for_shares()
+        self._fill(plan)
         if self._plan_decode(plan):
             return plan
         for leader in [sequence for sequence in plan.num_tokens if sequence.followers]:

@@ -421,6 +421,24 @@ def test_a_long_chain_is_filled_in_steps_of_its_own() -> None:
     assert moves == [(64, 0), (6, 1)]
 
 
+def test_another_clients_share_ends_filling() -> None:
+    store, prompt = long_chain(90)
+    harness = harness_of(
+        store,
+        num_blocks=300,
+        max_model_len=400,
+        config=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=512),
+    )
+    for name in ("first", "second"):
+        ask(harness, name, prompt, client="x", max_tokens=3)
+    # The pieces of the first step are those of the first one, and some of the second one.
+    harness.step()
+    ask(harness, "owed", OTHER, client="y", max_tokens=3)
+    harness.step()
+    harness.drain()
+    assert harness.scheduler.stats().num_preemptions == 1
+
+
 @pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize("has_stream", [False, True])
 def test_a_request_ends_with_the_step_that_was_to_fill_its_blocks(
