@@ -243,7 +243,13 @@ def score(tokens: Sequence[int], target: int, content: str = PLAIN) -> TokenLogp
 
 
 def expected_outputs(
-    request: GenerateRequest, index: int, seed: int, max_len: int, *, copies: bool = False
+    request: GenerateRequest,
+    index: int,
+    seed: int,
+    max_len: int,
+    *,
+    copies: bool = False,
+    content: str = PLAIN,
 ) -> list[int]:
     """Return the tokens of a sample that runs alone, with ``END_ID`` as the model's end."""
     params = request.params
@@ -251,7 +257,7 @@ def expected_outputs(
     tokens, outputs = list(request.prompt_ids), list[int]()
     while len(outputs) != params.max_tokens and len(tokens) < max_len:
         banned = ends if len(outputs) < params.min_tokens else frozenset[int]()
-        token = choose_token(tokens, seed + index, banned, copies=copies)
+        token = choose_token(tokens, seed + index, banned, copies=copies, content=content)
         tokens.append(token)
         outputs.append(token)
         if token in ends:

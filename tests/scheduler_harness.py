@@ -17,6 +17,7 @@ from mlx_parallm.types.request import BaseWeights, GenerateRequest, PolicyWeight
 from mlx_parallm.types.step import PENDING_TOKEN, ScheduledBatch, StepOutput, TokenLogprob
 from tests.block_simulator import (
     END_ID,
+    PLAIN,
     SimulatedRunner,
     expected_outputs,
     expected_prompt_logprobs,
@@ -34,6 +35,7 @@ class Tracked:
     ended: set[int] = field(default_factory=set)
     num_prompt_events: int = 0
     num_cached: int = 0
+    content: str = PLAIN
 
 
 class SchedulerHarness:
@@ -262,6 +264,7 @@ class SchedulerHarness:
             tracked.seed,
             self.max_len,
             copies=self.speculative is not None,
+            content=tracked.content,
         )
         assert tracked.outputs[update.index] == expected, "another output than alone"
         last = expected[-1] if expected else None

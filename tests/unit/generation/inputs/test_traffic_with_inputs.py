@@ -134,9 +134,13 @@ class InputHarness(SchedulerHarness):
         runs_ahead: bool = False,
         stall_ms: float | None = None,
         stores: Sequence[BlockStore] = (),
+        block_size: int = 4,
+        lasting: str | None = "digest",
     ) -> None:
         super().__init__(
             stores=stores,
+            block_size=block_size,
+            lasting=lasting,
             num_blocks=num_blocks,
             has_state=has_state,
             runs_ahead=runs_ahead,
@@ -146,11 +150,14 @@ class InputHarness(SchedulerHarness):
                 max_num_seqs=4, max_num_batched_tokens=budget, max_decode_stall_ms=stall_ms
             ),
         )
-        self.inputs = InputRunner(num_blocks, self.block_size, 4, has_state=has_state)
+        self.inputs = self.make_runner(num_blocks, has_state=has_state)
         self.inputs.runs_ahead = runs_ahead
         self._runner = self.inputs
         # Arrays of all inputs.
         self.pixels: list[weakref.ref[HostArray]] = []
+
+    def make_runner(self, num_blocks: int, *, has_state: bool) -> InputRunner:
+        return InputRunner(num_blocks, self.block_size, 4, has_state=has_state)
 
     def add_parts(
         self,
