@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from mlx_parallm.engine.build import build_models
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import AdapterUpload
+from mlx_parallm.generation.kv_cache import fetches
 from mlx_parallm.generation.scheduler.step_cost import StageCost
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
 from mlx_parallm.images.processor import host_array
@@ -48,7 +50,7 @@ from mlx_parallm.types.request import (
 from mlx_parallm.types.step import Moves, ScheduledBatch, StepOutput
 from mlx_parallm.worker.generation.load.plan import GenerationPlan
 from mlx_parallm.worker.lora import adapter_store
-from mlx_parallm.worker.ops import ComputeInputs, StageAdapter, Step
+from mlx_parallm.worker.ops import ComputeInputs, ReadBlocks, StageAdapter, Step, WriteBlocks
 from tests import adapter_files
 from tests.recorded_worker import (
     MODULES,
@@ -72,10 +74,14 @@ IMAGE_COST = 6
 STREAMS_SHARE = 2.0
 
 
+#: The pool is so small that sequences are preempted.
+POOL = CacheConfig(kv_cache_bytes=5 << 18, block_size=16)
+
+
 class BusyRun:
     """Three models in one worker, driven step by step."""
 
-    def __init__(self, *, ahead: bool) -> None:
+    def __init__(self, *, ahead: bool, cache: CacheConfig = POOL) -> None:
         self.worker = RecordingWorker()
         folders = {
             GENERATOR: DEMO_FOLDER,
@@ -86,8 +92,7 @@ class BusyRun:
             models=tuple(
                 ModelConfig(path=str(path), served_names=(name,)) for name, path in folders.items()
             ),
-            # The pool is so small that sequences are preempted.
-            cache=CacheConfig(kv_cache_bytes=5 << 18, block_size=16),
+            cache=cache,
             scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=24),
             warm_up=False,
             enable_prompt_embeds=True,
@@ -97,6 +102,8 @@ class BusyRun:
         )
         self.engines: dict[str, Any] = {model.model.names[0]: model.engine for model in built}
         self.generator = self.engines[GENERATOR]
+        self.is_woken = threading.Event()
+        self.generator.wake_by(self.is_woken.set)
 
     def ask(self, name: str, length: int, *, adapter: str | None = None, **params: Any) -> None:
         """Queue a request with a prompt of this length."""
@@ -187,7 +194,9 @@ class BusyRun:
 
     def finish(self) -> None:
         while self.generator.has_work():
-            self.generator.step()
+            if self.generator.step() is None:
+                self.is_woken.wait()
+                self.is_woken.clear()
 
     def load(self, name: str, seed: int, *, between: Callable[[], None]) -> None:
         """Load an adapter in parts, doing something between two of them."""
@@ -328,6 +337,12 @@ def test_ops_replayed_in_another_process_give_equal_results(
     run = run_busily(ahead=ahead)
     records = run.worker.records
     assert run.generator.info.runs_ahead == run.generator.info.is_compiled == ahead
+    assert_replayed(records, tmp_path, ahead=ahead)
+    assert_was_busy(records, run)
+
+
+def assert_replayed(records: list[Any], tmp_path: Path, *, ahead: bool) -> None:
+    """Assert that a worker of another process gives what this one gave."""
     recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
     recorded.write_bytes(packed(records))
     # Equal results need the same BLAS.
@@ -345,7 +360,35 @@ def test_ops_replayed_in_another_process_give_equal_results(
     assert len(actual) == len(expected)
     for ours, others in zip(expected, actual, strict=True):
         assert_equal(ours, others)
-    assert_was_busy(records, run)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_moves_between_a_pool_and_a_store_are_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ahead: bool
+) -> None:
+    monkeypatch.setattr(fetches.UnitPace, "predict", lambda *_: None)
+    monkeypatch.setattr(fetches, "LONGEST_READ_S", 1e6)
+    disk = CacheConfig(
+        kv_cache_bytes=3 << 20, block_size=4, kv_disk=tmp_path / "kv", kv_disk_bytes=1 << 28
+    )
+    run = BusyRun(ahead=ahead, cache=disk)
+    run.generator.live.begin_hashing()
+    run.generator.live.contents.join()
+    for _ in range(2):
+        # Each prompt takes half of the pool.
+        for length in (90, 100, 110):
+            run.ask(f"prompt {length}", length, n=2, seed=3, logprobs=2)
+            run.step(8)
+            run.ask(f"beside {length}", 9, temperature=0.0)
+            run.finish()
+    run.generator.close()
+    records = run.worker.records
+    ops = [pickle.loads(record.op) for record in records if isinstance(record, Begun)]
+    num_read = sum(len(op.blocks) for op in ops if isinstance(op, ReadBlocks))
+    num_written = sum(len(op.blocks) for op in ops if isinstance(op, WriteBlocks))
+    assert num_read >= 22 + 25 + 27
+    assert num_written >= 22
+    assert_replayed(records, tmp_path, ahead=ahead)
 
 
 def assert_equal(result: Any, other: Any) -> None:

@@ -9,8 +9,11 @@ import pytest
 
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.generation import engine as engine_module
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.kv_cache.saves import Save
+from mlx_parallm.generation.kv_cache.tiers import Tiers
 from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.errors import (
@@ -29,6 +32,7 @@ from mlx_parallm.types.events import (
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.step import RunnerInfo, ScheduledBatch
 from tests import fakes
+from tests.dict_store import DictStore
 from tests.fakes import ByteTokenizer, FakeRunner, make_info, spell
 
 
@@ -310,3 +314,17 @@ def test_tokens_of_one_step_have_one_latency() -> None:
     assert read("vllm:inter_token_latency_seconds_count", labels) == 1
     assert read("vllm:inter_token_latency_seconds_sum", labels) == 2
     assert read("vllm:generation_tokens_total", labels) == 4
+
+
+def test_what_is_not_saved_in_time_stays_to_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, store = FakeRunner(spell("ok")), DictStore()
+    tiers = Tiers([store], block_bytes=1)
+    kv = KVCacheManager(runner.info.num_blocks, runner.info.block_size, tiers=tiers)
+    scheduler = Scheduler(SchedulerConfig(), kv, max_model_len=runner.info.max_model_len)
+    metrics = EngineMetrics(MetricFamilies(), "m", runner.info)
+    engine = GenerationEngine(scheduler, runner, ByteTokenizer(), metrics, tiers=tiers)
+    tiers.saves.add(Save(0, b"content", b"", is_drafted=False))
+    monkeypatch.setattr(engine_module, "SAVE_S", 0.0)
+    engine.save()
+    assert not runner.batches
+    assert list(tiers.saves.take(1)) == [(0, b"content")]
