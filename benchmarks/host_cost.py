@@ -173,7 +173,7 @@ def make_engine(
     runner = NoModel(count * blocks_each)
     tiers = None
     if kv_disk is not None:
-        tiers = Tiers([DiskStore(kv_disk, "none", DISK_BYTES)], block_bytes=BLOCK_BYTES)
+        tiers = Tiers([DiskStore(kv_disk, "0e", DISK_BYTES)], block_bytes=BLOCK_BYTES)
     kv = KVCacheManager(runner.info.num_blocks, BLOCK_SIZE, enable_prefix_caching=True, tiers=tiers)
     limits = SchedulerConfig(max_num_seqs=count)
     scheduler = Scheduler(limits, kv, max_model_len=runner.info.max_model_len)

@@ -41,6 +41,8 @@ from mlx_parallm.worker.device.properties import backend_name
 from tests.builders.random_models import RandomModel, random_model
 
 GB = 1e9
+# OWNER: digest of the model that the files belong to; any will do.
+OWNER = "be"
 STREAM_TOKENS = 512
 # QUIET_S: seconds without a new block after which a disk store has written all.
 QUIET_S = 1.5
@@ -259,7 +261,7 @@ def make_store(place: str, folder: Path) -> BlockStore:
     """Return a store that has room for all."""
     if place == "host":
         return HostStore(1 << 40)
-    return DiskStore(folder, "bench", int(0.9 * shutil.disk_usage(folder).free))
+    return DiskStore(folder, OWNER, int(0.9 * shutil.disk_usage(folder).free))
 
 
 class PlaceRun:
