@@ -182,6 +182,8 @@ async def test_salts_keys_and_adapters_find_their_own_after_a_restart(
         {"scope": CacheScope("s")},
         {"cache_salt": "key", "scope": CacheScope("s")},
         {"cache_salt": "e"},
+        {"cache_salt": "adapted"},
+        {"cache_salt": weights.digest},
         {"model": "adapted", "cache_salt": "s"},
         {"prompt": (51, *PROMPT[1:])},
     ]
@@ -195,6 +197,12 @@ async def test_salts_keys_and_adapters_find_their_own_after_a_restart(
         for fields in others:
             assert (await second.ask(**fields)).cached == 0
         assert [await second.ask(**fields) for fields in own] == memory
+        # Another adapter under the same name.
+        other = AdapterUpload(name="adapted", weights=adapter(tmp_path, shapes, 2), replaces=True)
+        await second.engine.control.load_adapter(other)
+        await second.forget_memory()
+        assert (await second.ask(model="adapted")).cached == 0
+        await second.engine.control.load_adapter(replace(upload, replaces=True))
         # What is here again does not come from the disk.
         assert [await second.ask(**fields) for fields in own] == memory
 

@@ -57,13 +57,14 @@ def ask(
     priority: int = 0,
     salt: str | None = None,
     scope: CacheScope = EVERYBODY,
+    **params: int,
 ) -> None:
     harness.add(
         GenerateRequest(
             request_id=name,
             model="m",
             prompt_ids=tuple(prompt),
-            params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params),  # type: ignore[arg-type]
             client=client,
             priority=priority,
             cache_salt=salt,
@@ -367,7 +368,7 @@ def test_blocks_of_a_step_that_failed_are_neither_found_nor_kept() -> None:
     ask(harness, "again")
     harness.drain()
     assert set(saved([batch])) <= store.blocks.keys()
-    tokens = [json.loads(data)[0] for data in store.blocks.values()]
+    tokens = [json.loads(bytes(data))[0] for data in store.blocks.values()]
     assert all(token >= 0 for block in tokens for token in block)
 
 
@@ -512,7 +513,7 @@ def test_a_draft_models_kv_is_known_to_be_there_or_not() -> None:
     ask(harness, "a", OTHER, max_tokens=2)
     ask(harness, "b", OTHER[::-1], max_tokens=2)
     harness.drain()
-    flags = {data[-1:] for data in store.blocks.values()}
+    flags = {bytes(data[-1:]) for data in store.blocks.values()}
     assert flags == {b"\0", b"\1"}
     # The simulated runner checks the draft model's KV of what comes back.
     again = harness_of(store, speculative=speculative)
