@@ -189,7 +189,9 @@ def make_engine(
         loaded, layouts, plan, num_blocks, backend, drafting, grammars=grammars, tracer=tracer
     )[0]
     info = runner.info
-    tiers = Tiers(stores, block_bytes=plan.block_bytes) if stores else None
+    tiers = None
+    if stores:
+        tiers = Tiers(stores, block_bytes=plan.block_bytes, runs_ahead=info.runs_ahead)
     kv = KVCacheManager(
         info.num_blocks,
         info.block_size,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from typing_extensions import override
 
-from mlx_parallm.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from mlx_parallm.config import ModelConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.demo_models.folders import DEMO_NAME
 from mlx_parallm.engine.device import DeviceAdapters, DeviceWeights
 from mlx_parallm.engine.kind import BuildContext, BuiltModel, KindBuilder, ModelFolder
@@ -22,11 +22,12 @@ from mlx_parallm.engine.policies import Policies
 from mlx_parallm.generation.device_runner import DeviceRunner
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kind import GenerationKind
-from mlx_parallm.generation.kv_cache.budget import KVShare, most_bytes, report_cut, share_budget
+from mlx_parallm.generation.kv_cache.budget import KVShare, report_cut, share_budget
 from mlx_parallm.generation.kv_cache.disk.folder import check_kv_folder
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.kv_cache.opening import open_tiers
 from mlx_parallm.generation.kv_cache.tiers import Tiers
+from mlx_parallm.generation.kv_memory import free_bytes, kv_budget
 from mlx_parallm.generation.metrics import EngineMetrics, GenerationFamilies
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
@@ -47,13 +48,8 @@ from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.request import BaseWeights
 from mlx_parallm.types.step import KVPlan, RunnerInfo
-from mlx_parallm.units import readable_bytes
-from mlx_parallm.worker.device.memory_limits import host_free_bytes
 from mlx_parallm.worker.device.properties import (
-    active_memory_bytes,
     backend_name,
-    free_memory_bytes,
-    give_back_memory,
 )
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.load.loading import GenerationLoader
@@ -68,8 +64,6 @@ from mlx_parallm.worker.worker import Worker
 logger = logging.getLogger(__name__)
 # CUDA_TOKEN_BUDGET: tokens of a step that keep an NVIDIA GPU busy; other devices take too long.
 CUDA_TOKEN_BUDGET = 2048
-# STEP_BYTES: free memory that the KV pool leaves for the arrays of a step.
-STEP_BYTES = 256 << 20
 # CPU_BATCH_SIZE: most sequences that decode for which proposals pay on the CPU, where every row
 # takes its time; see ``speculating.DEFAULT_BATCH_SIZE``.
 CPU_BATCH_SIZE = 4
@@ -173,7 +167,8 @@ def _load_all(
     loaded = [_load(folder, context) for folder in models]
     plans = [each.kv for each in loaded]
     cache = context.settings.cache
-    budget = _kv_budget(loaded, cache, context.worker)
+    weight_bytes = sum(each.weight_bytes for each in loaded)
+    budget = kv_budget(plans, weight_bytes, cache, context.worker)
     blocks = share_budget(plans, budget, cache.num_engines)
     shared = [
         (each, KVShare(each.name, each.kv, count))
@@ -190,72 +185,6 @@ def with_token_budget(config: SchedulerConfig, backend: str) -> SchedulerConfig:
     if config.max_num_batched_tokens is not None or backend != "cuda":
         return config
     return replace(config, max_num_batched_tokens=CUDA_TOKEN_BUDGET)
-
-
-def _kv_budget(models: Sequence[_Loaded], cache: CacheConfig, worker: Worker) -> int:
-    """Return the bytes of KV for all models: as configured, or what is free and sensible.
-
-    Raises:
-        ConfigError: so much is not free.
-    """
-    if not models:
-        return 0
-    free = _free_bytes(worker, cache.num_engines)
-    if free == 0 and backend_name() == "metal":
-        raise ConfigError(_no_room(cache.num_engines))
-    if cache.kv_cache_bytes is not None:
-        return _configured_bytes(cache, free)
-    weights = sum(loaded.weight_bytes for loaded in models)
-    unused = host_free_bytes()
-    budget = sum(loaded.kv.wanted_bytes for loaded in models)
-    if free is not None:
-        budget = min(budget, int(free * cache.memory_fraction))
-    bound = most_bytes(
-        backend_name(), weights, free if unused is None else unused, cache.num_engines
-    )
-    if bound is None or budget <= bound:
-        return budget
-    logger.info(
-        "KV takes at most %s of this machine's memory unless --kv-cache-memory-bytes says more",
-        readable_bytes(bound),
-    )
-    return bound
-
-
-def _no_room(num_engines: int) -> str:
-    """Return why nothing is left for KV on a Mac."""
-    models = "The models" if num_engines == 1 else f"The models of {num_engines} engines"
-    size = readable_bytes(num_engines * active_memory_bytes())
-    return (
-        f"{models} take {size}, and Metal recommends no more than that for all programs of this "
-        "Mac: serve smaller or more quantised models, or fewer engines. The limit of macOS is "
-        "iogpu.wired_limit_mb."
-    )
-
-
-def _configured_bytes(cache: CacheConfig, free: int | None) -> int:
-    """Return the configured number of bytes.
-
-    Raises:
-        ConfigError: so much is not free.
-    """
-    num_bytes = cache.kv_cache_bytes
-    assert num_bytes is not None
-    # Metal recommends one size for all engines; elsewhere the system says what others have taken.
-    others = num_bytes * (cache.num_engines - 1) if backend_name() == "metal" else 0
-    if free is not None and num_bytes + others + STEP_BYTES > free:
-        raise ConfigError(
-            f"--kv-cache-memory-bytes is {readable_bytes(num_bytes + others)}; only "
-            f"{readable_bytes(max(0, free - STEP_BYTES))} are free beside the models."
-        )
-    return num_bytes
-
-
-def _free_bytes(worker: Worker, num_engines: int = 1) -> int | None:
-    """Return the bytes that models may still take on each device of a worker; None if unknown."""
-    # Memory that loading took and no longer needs would count as taken.
-    give_back_memory()
-    return worker.least_free(free_memory_bytes(num_engines))
 
 
 def _load(folder: ModelFolder, context: BuildContext) -> _Loaded:
@@ -277,7 +206,7 @@ def _load(folder: ModelFolder, context: BuildContext) -> _Loaded:
 
 def _read(model: ModelConfig, path: Path, name: str, context: BuildContext) -> GenerationPlan:
     spec = GenerationSpec(
-        config=model, path=path, settings=context.settings, free_bytes=_free_bytes(context.worker)
+        config=model, path=path, settings=context.settings, free_bytes=free_bytes(context.worker)
     )
     return context.worker.execute(Load(model=name, spec=spec))
 
@@ -433,7 +362,9 @@ def _engine(
 ) -> GenerationEngine:
     settings, info, name = context.settings, runner.info, loaded.name
     has_prefix_cache = settings.cache.enable_prefix_caching and not info.has_state
-    tiers = _open_tiers(loaded, identity, context) if has_prefix_cache else None
+    tiers = None
+    if has_prefix_cache:
+        tiers = _open_tiers(loaded, identity, context, runs_ahead=info.runs_ahead)
     scheduler = Scheduler(
         with_token_budget(settings.scheduler, backend_name()),
         KVCacheManager(
@@ -486,12 +417,15 @@ def _engine(
     )
 
 
-def _open_tiers(loaded: _Loaded, identity: Identity, context: BuildContext) -> Tiers | None:
+def _open_tiers(
+    loaded: _Loaded, identity: Identity, context: BuildContext, *, runs_ahead: bool
+) -> Tiers | None:
     return open_tiers(
         context.settings.cache,
         owner=identity.digest,
         block_bytes=loaded.kv.block_bytes,
         num_models=len(context.settings.models),
+        runs_ahead=runs_ahead,
         draft=None if loaded.draft is None else loaded.draft.seen,
     )
 

@@ -121,11 +121,11 @@ def row(
     )
 
 
-def runner_of(loaded: LoadedModel, attention: Any) -> ModelRunner:
+def runner_of(loaded: LoadedModel, attention: Any, num_blocks: int = NUM_BLOCKS) -> ModelRunner:
     layouts = probe_layout(loaded.model)
     cache_config, scheduler = CacheConfig(block_size=BLOCK_SIZE), SchedulerConfig(max_num_seqs=8)
     plan = plan_kv(layouts, loaded.config, cache_config, scheduler, NUM_BLOCKS, attention)
-    return make_runner(loaded, layouts, plan, NUM_BLOCKS, attention)[0]
+    return make_runner(loaded, layouts, plan, num_blocks, attention)[0]
 
 
 @cache
@@ -270,7 +270,8 @@ def test_what_is_saved_is_what_was_there_before_it_is_filled(attention: Any) -> 
 
 
 def test_moves_come_before_the_step_in_pieces() -> None:
-    device = Device(runner_of(loaded_model("llama"), ReferenceAttention(BLOCK_SIZE)))
+    backend = ReferenceAttention(BLOCK_SIZE)
+    device = Device(runner_of(loaded_model("llama"), backend, 3 * PIECE_BLOCKS))
     device.prefill(PROMPT, TABLE)
     (data,) = device.read([7])
     device.worker.ops.clear()

@@ -16,6 +16,7 @@ def open_tiers(
     owner: str,
     block_bytes: int,
     num_models: int,
+    runs_ahead: bool,
     draft: PendingContent | None = None,
 ) -> Tiers | None:
     """Return the stores of a model, nearest first; None if the settings name none.
@@ -25,6 +26,7 @@ def open_tiers(
         owner: digest of the model's ``Identity``.
         block_bytes: bytes of a block, those of a draft model included.
         num_models: how many models share host memory.
+        runs_ahead: whether the device computes steps while blocks are moved.
         draft: the lasting content of its draft model; None without one.
     """
     stores: list[BlockStore] = []
@@ -34,4 +36,4 @@ def open_tiers(
         stores.append(DiskStore(cache.kv_disk, owner, cache.kv_disk_bytes))
     if not stores:
         return None
-    return Tiers(stores, block_bytes=block_bytes, draft=draft)
+    return Tiers(stores, block_bytes=block_bytes, draft=draft, runs_ahead=runs_ahead)

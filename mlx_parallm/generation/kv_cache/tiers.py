@@ -16,6 +16,12 @@ from mlx_parallm.types.content import Buffer, PendingContent, digest_of
 MIN_SAVED_BLOCKS = 16
 #: ``MIN_FETCHED_BLOCKS``: fewer are computed rather than read.
 MIN_FETCHED_BLOCKS = 4
+# PIECE, PIECE_AHEAD: blocks that are filled, or saved, before a step for which streams wait. On a
+# CPU 16 take 7 ms. A GPU computes meanwhile: 64 blocks of 2 MiB take 5 ms on an H200, less than a
+# step of 32 streams.
+PIECE, PIECE_AHEAD = 16, 64
+# ALONE: how many times more they are if no stream waits.
+ALONE = 4
 # PLAIN, DRAFTED: the last byte of a stored block where there is a draft model.
 PLAIN, DRAFTED = b"\0", b"\1"
 
@@ -77,6 +83,8 @@ class Tiers:
         fetches: the chains that are being read.
         min_saved: blocks of the shortest chain that is saved.
         min_fetched: blocks of the shortest chain that is read.
+        piece: blocks that are filled, or saved, before a step for which streams wait.
+        alone_piece: likewise if none waits.
     """
 
     def __init__(
@@ -85,6 +93,7 @@ class Tiers:
         *,
         block_bytes: int,
         draft: PendingContent | None = None,
+        runs_ahead: bool = False,
         min_saved: int = MIN_SAVED_BLOCKS,
         min_fetched: int = MIN_FETCHED_BLOCKS,
         clock: Callable[[], float] = time.monotonic,
@@ -95,12 +104,15 @@ class Tiers:
             stores: nearest first.
             block_bytes: size of a block in the pool.
             draft: the lasting content of the draft model; None without one.
+            runs_ahead: whether the device computes steps while blocks are moved.
             min_saved: see the attributes.
             min_fetched: likewise.
             clock: returns seconds.
         """
         self.saves = SaveQueue()
         self.fetches = FetchQueue(block_bytes, clock)
+        self.piece = PIECE_AHEAD if runs_ahead else PIECE
+        self.alone_piece = ALONE * self.piece
         self.min_saved = min_saved
         self.min_fetched = min_fetched
         self._stores = stores

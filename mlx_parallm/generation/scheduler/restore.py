@@ -11,10 +11,6 @@ from mlx_parallm.generation.kv_cache.tiers import ArrivedBlock, Tiers
 from mlx_parallm.generation.scheduler.running import RunningSet
 from mlx_parallm.generation.scheduler.sequence import Sequence
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
-from mlx_parallm.types.step import PIECE_BLOCKS
-
-#: ``ALONE_BLOCKS``: blocks that are filled or saved before a step that no stream waits for.
-ALONE_BLOCKS = 4 * PIECE_BLOCKS
 
 #: Gives a running sequence blocks for its next tokens; False if it was preempted for lack of them.
 MakeRoom = Callable[[Sequence, int, StepPlan], bool]
@@ -94,7 +90,7 @@ class Restorer:
         if not filling:
             return
         has_streams = any(row.num_remaining == 1 and not row.arrived for row in self._running)
-        limit = PIECE_BLOCKS if has_streams else ALONE_BLOCKS
+        limit = self._tiers.piece if has_streams else self._tiers.alone_piece
         for sequence in filling:
             while sequence.arrived and len(plan.filled) < limit:
                 if not make_room(sequence, self._kv.block_size, plan):

@@ -10,7 +10,6 @@ from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
 from mlx_parallm.engine.adapter_slots import AdapterSlots
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.planner import Planner
-from mlx_parallm.generation.scheduler.restore import ALONE_BLOCKS
 from mlx_parallm.generation.scheduler.running import LiveRequests, RunningSet
 from mlx_parallm.generation.scheduler.sequence import RequestGroup, RowInFlight, Sequence
 from mlx_parallm.generation.scheduler.speculating import Speculator
@@ -25,7 +24,6 @@ from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.types.events import FinishReason
 from mlx_parallm.types.request import GenerateRequest, PolicyWeights
 from mlx_parallm.types.step import (
-    PIECE_BLOCKS,
     Moves,
     SampledToken,
     ScheduledBatch,
@@ -183,22 +181,26 @@ class Scheduler:
 
     def schedule_saves(self) -> ScheduledBatch | None:
         """Return a batch that only saves blocks for stores; None if none may be saved now."""
-        saved = self._take_saves(ALONE_BLOCKS)
+        saved = self._take_saves(is_alone=True)
         if not saved:
             return None
         step_id = next(self._steps)
         self._in_flight[step_id] = {}
         return ScheduledBatch(step_id=step_id, sequences=(), moves=Moves(saved=saved))
 
-    def _take_saves(self, limit: int) -> tuple[tuple[int, bytes], ...]:
+    def _take_saves(
+        self, num_computed: int = 0, *, is_alone: bool = False
+    ) -> tuple[tuple[int, bytes], ...]:
         """Return blocks to be saved before the next step; only those that leave if stores are busy.
 
-        ``limit`` is the most, but for those that leave.
+        Saves keep up with prefill: a step saves as many blocks as it computes, ``num_computed``, or
+        a piece. ``is_alone``: it computes nothing.
         """
         tiers = self._kv.tiers
         if tiers is None or not tiers.saves:
             return ()
-        return tuple(tiers.saves.take(0 if tiers.is_busy else limit))
+        piece = tiers.alone_piece if is_alone else max(tiers.piece, num_computed)
+        return tuple(tiers.saves.take(0 if tiers.is_busy else piece))
 
     def borrowed_block(self) -> AbstractContextManager[int | None]:
         """Return a context that holds a KV block; see ``KVCacheManager.borrowed_block``."""
@@ -294,9 +296,7 @@ class Scheduler:
 
     def _moves(self, plan: StepPlan) -> Moves:
         """Return what is moved and computed before a step."""
-        # Saves keep up with prefill.
-        num_computed = sum(plan.num_tokens.values()) // self._kv.block_size
-        saved = self._take_saves(max(PIECE_BLOCKS, num_computed))
+        saved = self._take_saves(sum(plan.num_tokens.values()) // self._kv.block_size)
         moves = self._running.input_runs.take_moves()
         if not (saved or plan.filled):
             return moves

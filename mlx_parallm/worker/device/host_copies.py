@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -22,8 +23,16 @@ logger = logging.getLogger(__name__)
 NON_BLOCKING: Final = 1
 PORTABLE: Final = 1
 IS_MANAGED: Final = 8
-# ARENA_BYTES: how much pinned memory is allocated at a time.
+# ARENA_BYTES, MAX_ARENA_BYTES: how much memory is pinned at first, and at most at a time.
 ARENA_BYTES: Final = 64 << 20
+MAX_ARENA_BYTES: Final = 1 << 30
+
+
+class StagedRows(NamedTuple):
+    """Rows on the device, uint8 ``[n, bytes]``, and the array whose memory they are in."""
+
+    rows: mx.array
+    memory: mx.array
 
 
 class HostCopies:
@@ -33,13 +42,14 @@ class HostCopies:
         """Return the rows of an evaluated array, uint8 ``[n, bytes]``, in host memory."""
         return [row.data.toreadonly() for row in np.array(array, copy=False)]
 
-    def array(self, rows: Sequence[Buffer]) -> mx.array:
-        """Return rows of equal length as an array, uint8 ``[n, bytes]``."""
-        return mx.array(np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1))
+    def stage(self, rows: Sequence[Buffer]) -> StagedRows:
+        """Return rows of equal length as an array."""
+        array = mx.array(np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1))
+        return StagedRows(array, array)
 
-    def give_back(self, array: mx.array) -> None:
-        """Let the memory of what ``array`` returned be used again: all that reads it has ended."""
-        del array
+    def give_back(self, staged: StagedRows) -> None:
+        """Let the memory of staged rows be used again: all that reads them has ended."""
+        del staged
 
 
 class PlainCopies(HostCopies):
@@ -65,9 +75,10 @@ class CudaCopies(HostCopies):
         self._copy = driver.cuMemcpyAsync
         self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
         self._stream = ctypes.c_void_p()
-        self._check(driver.cuStreamCreate(ctypes.byref(self._stream), NON_BLOCKING))
+        check(driver.cuStreamCreate(ctypes.byref(self._stream), NON_BLOCKING))
         self._slots: dict[int, PinnedSlots] = {}
-        self._arrays: list[mx.array] = []
+        # Staging arrays that nothing reads.
+        self._free: list[mx.array] = []
         self._prove()
 
     @override
@@ -83,44 +94,42 @@ class CudaCopies(HostCopies):
         return [row.data.toreadonly() for row in copies]
 
     @override
-    def array(self, rows: Sequence[Buffer]) -> mx.array:
+    def stage(self, rows: Sequence[Buffer]) -> StagedRows:
         views = [np.frombuffer(row, np.uint8) for row in rows]
-        shape = (len(views), views[0].size)
-        array = next((each for each in self._arrays if each.shape == shape), None)
-        if array is None:
-            array = mx.zeros(shape, mx.uint8)
-            mx.eval(array)
-        else:
-            self._arrays = [each for each in self._arrays if each is not array]
+        num_bytes = views[0].size
+        array = self._staging(len(views), num_bytes)
         target = _address(array)
         for number, view in enumerate(views):
-            self._begin(target + number * view.size, view.ctypes.data, view.size)
+            self._begin(target + number * num_bytes, view.ctypes.data, num_bytes)
         self._wait()
-        return array
+        return StagedRows(array[: len(views)], array)
 
     @override
-    def give_back(self, array: mx.array) -> None:
-        self._arrays.append(array)
+    def give_back(self, staged: StagedRows) -> None:
+        self._free.append(staged.memory)
+
+    def _staging(self, count: int, num_bytes: int) -> mx.array:
+        """Return an evaluated array of at least ``count`` rows that nothing reads."""
+        for index, array in enumerate(self._free):
+            if array.shape[0] >= count and array.shape[1] == num_bytes:
+                return self._free.pop(index)
+        array = mx.zeros((1 << (count - 1).bit_length(), num_bytes), mx.uint8)
+        mx.eval(array)
+        return array
 
     def _begin(self, target: int, source: int, num_bytes: int) -> None:
-        self._check(self._copy(target, source, num_bytes, self._stream))
+        check(self._copy(target, source, num_bytes, self._stream))
 
     def _wait(self) -> None:
-        self._check(self._driver.cuStreamSynchronize(self._stream))
-
-    def _check(self, code: int) -> None:
-        if code:
-            raise StepError(f"the CUDA driver could not copy: error {code}")
+        check(self._driver.cuStreamSynchronize(self._stream))
 
     def _prove(self) -> None:
         """Raise StepError unless arrays are where the driver copies them."""
         numbers = np.arange(4096, dtype=np.uint8).reshape(2, 2048)
-        array = self.array([row.tobytes() for row in numbers])
+        array = self.stage([row.tobytes() for row in numbers]).rows
         is_managed = ctypes.c_int(0)
         address = ctypes.c_uint64(_address(array))
-        self._check(
-            self._driver.cuPointerGetAttribute(ctypes.byref(is_managed), IS_MANAGED, address)
-        )
+        check(self._driver.cuPointerGetAttribute(ctypes.byref(is_managed), IS_MANAGED, address))
         doubled = array + array
         mx.eval(doubled)
         taken = np.stack([np.frombuffer(row, np.uint8) for row in self.rows(doubled)])
@@ -129,12 +138,21 @@ class CudaCopies(HostCopies):
 
 
 class PinnedSlots:
-    """Pieces of pinned host memory of one size, which are used again when nobody reads them."""
+    """Pieces of pinned host memory of one size, which are used again when nobody reads them.
+
+    Pinning takes 0.4 s a GiB, so more is pinned on another thread before the last piece is taken.
+    """
 
     def __init__(self, driver: ctypes.CDLL, num_bytes: int) -> None:
+        """Pin memory for pieces of ``num_bytes``; the calling thread must be MLX's."""
         self._driver = driver
         self._num_bytes = num_bytes
+        self._context = ctypes.c_void_p()
+        check(driver.cuCtxGetCurrent(ctypes.byref(self._context)))
         self._free: list[int] = []
+        self._arena_bytes = ARENA_BYTES
+        self._growing: threading.Thread | None = None
+        self._grow()
 
     def take(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """Return a piece; its memory is free again once no view of it is left.
@@ -142,18 +160,35 @@ class PinnedSlots:
         Raises:
             StepError: there is no memory.
         """
+        if len(self._free) * self._num_bytes < self._arena_bytes // 2:
+            self._grow_beside()
+        if not self._free and self._growing is not None:
+            self._growing.join()
         if not self._free:
             self._grow()
         return np.asarray(_Slot(self._free, self._free.pop(), self._num_bytes))
 
+    def _grow_beside(self) -> None:
+        if self._growing is None or not self._growing.is_alive():
+            self._arena_bytes = min(2 * self._arena_bytes, MAX_ARENA_BYTES)
+            self._growing = threading.Thread(target=self._try_grow, name="pin-memory", daemon=True)
+            self._growing.start()
+
+    def _try_grow(self) -> None:
+        try:
+            check(self._driver.cuCtxSetCurrent(self._context))
+            self._grow()
+        except StepError as problem:
+            # ``take`` tries once more, and raises.
+            logger.warning("%s", problem)
+
     def _grow(self) -> None:
-        count = max(1, ARENA_BYTES // self._num_bytes)
+        count = max(1, self._arena_bytes // self._num_bytes)
         address = ctypes.c_void_p()
         size = ctypes.c_size_t(count * self._num_bytes)
-        code = self._driver.cuMemHostAlloc(ctypes.byref(address), size, PORTABLE)
-        if code or address.value is None:
-            raise StepError(f"no pinned host memory: error {code} of the CUDA driver")
-        self._free += (address.value + number * self._num_bytes for number in range(count))
+        check(self._driver.cuMemHostAlloc(ctypes.byref(address), size, PORTABLE))
+        assert address.value is not None
+        self._free += [address.value + number * self._num_bytes for number in range(count)]
 
 
 class _Slot:
@@ -183,6 +218,12 @@ def host_copies() -> HostCopies:
     except (OSError, AttributeError, StepError) as problem:
         logger.warning("KV blocks are moved by MLX, which is slow: %s", problem)
         return PlainCopies()
+
+
+def check(code: int) -> None:
+    """Raise StepError if a call of the CUDA driver failed."""
+    if code:
+        raise StepError(f"the CUDA driver could not copy or pin memory: error {code}")
 
 
 def _address(array: mx.array) -> int:

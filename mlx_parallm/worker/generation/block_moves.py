@@ -95,14 +95,14 @@ class BlockMoves:
         if self._ranks is not None:
             first = self._ranks.rank * width
             data = [memoryview(row)[first : first + width] for row in data]
-        contents = self._copies.array(data)
-        self._put(mx.array(list(blocks), mx.int32), contents)
+        staged = self._copies.stage(data)
+        self._put(mx.array(list(blocks), mx.int32), staged.rows)
         written = [array for pools in self._pools for array in pools.arrays()]
         self._compute(written)
 
         def end() -> None:
             mx.eval(written)
-            self._copies.give_back(contents)
+            self._copies.give_back(staged)
 
         return self._begun(end)
 
