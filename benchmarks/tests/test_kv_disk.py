@@ -51,4 +51,4 @@ def test_a_pause_is_seen_in_each_window_that_it_overlaps() -> None:
         run.note("beside", *window)
 
     assert run.gaps_ms("beside") == [[1000.0], [4000.0], [4000.0, 1000.0]]
-    assert run.longest_ms("beside") == 4000.0
+    assert run.pause_ms("beside") == 2500.0
