@@ -18,7 +18,7 @@ from mlx_parallm.types.record import message
 from mlx_parallm.types.request import DEFAULT_VERSION, SamplingParams
 
 #: ``PIECE_BLOCKS``: most blocks that one op reads or writes.
-PIECE_BLOCKS = 256
+PIECE_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

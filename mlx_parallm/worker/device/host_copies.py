@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 NON_BLOCKING: Final = 1
 PORTABLE: Final = 1
 IS_MANAGED: Final = 8
-# ARENA_BYTES, MAX_ARENA_BYTES: how much memory is pinned at first, and at most at a time.
+# ARENA_BYTES, AHEAD_BYTES: how much memory is pinned at a time, and how much ahead of its use.
 ARENA_BYTES: Final = 64 << 20
-MAX_ARENA_BYTES: Final = 1 << 30
+AHEAD_BYTES: Final = 1 << 30
 
 
 class StagedRows(NamedTuple):
@@ -132,7 +132,9 @@ class CudaCopies(HostCopies):
         check(self._driver.cuPointerGetAttribute(ctypes.byref(is_managed), IS_MANAGED, address))
         doubled = array + array
         mx.eval(doubled)
-        taken = np.stack([np.frombuffer(row, np.uint8) for row in self.rows(doubled)])
+        taken = np.empty_like(numbers)
+        self._begin(taken.ctypes.data, _address(doubled), taken.nbytes)
+        self._wait()
         if not is_managed.value or not (taken == numbers + numbers).all():
             raise StepError("arrays are not in managed memory")
 
@@ -140,7 +142,7 @@ class CudaCopies(HostCopies):
 class PinnedSlots:
     """Pieces of pinned host memory of one size, which are used again when nobody reads them.
 
-    Pinning takes 0.4 s a GiB, so more is pinned on another thread before the last piece is taken.
+    Pinning takes 0.4 s a GiB, so a thread keeps some memory pinned ahead of its use.
     """
 
     def __init__(self, driver: ctypes.CDLL, num_bytes: int) -> None:
@@ -150,9 +152,8 @@ class PinnedSlots:
         self._context = ctypes.c_void_p()
         check(driver.cuCtxGetCurrent(ctypes.byref(self._context)))
         self._free: list[int] = []
-        self._arena_bytes = ARENA_BYTES
-        self._growing: threading.Thread | None = None
         self._grow()
+        self._growing = self._grow_beside()
 
     def take(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """Return a piece; its memory is free again once no view of it is left.
@@ -160,30 +161,32 @@ class PinnedSlots:
         Raises:
             StepError: there is no memory.
         """
-        if len(self._free) * self._num_bytes < self._arena_bytes // 2:
-            self._grow_beside()
-        if not self._free and self._growing is not None:
-            self._growing.join()
+        if self._lacks_memory and not self._growing.is_alive():
+            self._growing = self._grow_beside()
         if not self._free:
             self._grow()
         return np.asarray(_Slot(self._free, self._free.pop(), self._num_bytes))
 
-    def _grow_beside(self) -> None:
-        if self._growing is None or not self._growing.is_alive():
-            self._arena_bytes = min(2 * self._arena_bytes, MAX_ARENA_BYTES)
-            self._growing = threading.Thread(target=self._try_grow, name="pin-memory", daemon=True)
-            self._growing.start()
+    @property
+    def _lacks_memory(self) -> bool:
+        return len(self._free) * self._num_bytes < AHEAD_BYTES
 
-    def _try_grow(self) -> None:
+    def _grow_beside(self) -> threading.Thread:
+        thread = threading.Thread(target=self._grow_ahead, name="pin-memory", daemon=True)
+        thread.start()
+        return thread
+
+    def _grow_ahead(self) -> None:
         try:
             check(self._driver.cuCtxSetCurrent(self._context))
-            self._grow()
+            while self._lacks_memory:
+                self._grow()
         except StepError as problem:
             # ``take`` tries once more, and raises.
             logger.warning("%s", problem)
 
     def _grow(self) -> None:
-        count = max(1, self._arena_bytes // self._num_bytes)
+        count = max(1, ARENA_BYTES // self._num_bytes)
         address = ctypes.c_void_p()
         size = ctypes.c_size_t(count * self._num_bytes)
         check(self._driver.cuMemHostAlloc(ctypes.byref(address), size, PORTABLE))
