@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mlx_parallm.generation.kv_cache.disk.catalog import file_name, owner_of
 from mlx_parallm.generation.kv_cache.disk.clocks import Clocks
+from mlx_parallm.generation.kv_cache.disk.digests import block_digests
 from mlx_parallm.generation.kv_cache.disk.files import PART, Files, is_passing
 from mlx_parallm.generation.kv_cache.disk.format import (
     FIXED_BYTES,
@@ -187,7 +188,9 @@ class Keeper:
     def _write(self, run: Run) -> None:
         assert run.blocks is not None, "it waits to be written"
         try:
-            packed, header = pack_header(self._owner, run.parent, run.put_ns, run.blocks)
+            packed, header = pack_header(
+                self._owner, run.parent, run.put_ns, run.blocks, block_digests(run.blocks)
+            )
             with self.folder.changing():
                 reason = self._write_within_limit(run, packed, header)
         except OSError:

@@ -10,8 +10,9 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from mlx_parallm.generation.kv_cache.disk.clocks import Clocks
+from mlx_parallm.generation.kv_cache.disk.digests import block_digest
 from mlx_parallm.generation.kv_cache.disk.files import Files, OpenFile
-from mlx_parallm.generation.kv_cache.disk.format import BadFileError, Span, block_digest
+from mlx_parallm.generation.kv_cache.disk.format import BadFileError, Span
 from mlx_parallm.generation.kv_cache.disk.runs import Run
 from mlx_parallm.generation.kv_cache.stores import Fetch
 from mlx_parallm.types.content import Buffer

@@ -24,6 +24,8 @@ from mlx_parallm.generation.kv_cache.stores import BlockStore, Fetch, StoredBloc
 START_WITHIN_S = 2.0
 # CLOSE_WITHIN_S: how long an end waits for what is still to be written.
 CLOSE_WITHIN_S = 5.0
+# FLUSH_POLL_S: how often ``flush`` looks whether the store has ended meanwhile.
+FLUSH_POLL_S = 1.0
 # SLOW_S: a disk that has not answered for so long is not asked for blocks.
 SLOW_S = 5.0
 
@@ -159,7 +161,8 @@ class DiskStore(BlockStore):
         with self._lock:
             self._flushes.append(is_flushed)
         self._wake.set()
-        is_flushed.wait()
+        while not is_flushed.wait(FLUSH_POLL_S) and self._thread.is_alive():
+            pass
 
     def turn(self) -> None:
         """Do what is due on the caller's thread, in a store without threads."""
