@@ -15,6 +15,7 @@ from mlx_parallm.generation.kv_cache.disk.files import Files, FileState, OpenFil
 from mlx_parallm.generation.kv_cache.disk.folder import locked
 from mlx_parallm.generation.kv_cache.disk.store import DiskStore
 from mlx_parallm.generation.kv_cache.stores import StoredBlock
+from mlx_parallm.types.content import Buffer
 
 OWNER = "ab" * 32
 MIB = 1 << 20
@@ -72,7 +73,7 @@ class FaultyFiles(Files):
             yield file
 
     @override
-    def write_parts(self, descriptor: int, parts: Iterable[bytes]) -> None:
+    def write_parts(self, descriptor: int, parts: Iterable[Buffer]) -> None:
         if "write" in self.errors:
             os.write(descriptor, b"half a file")
         self._call("write")
@@ -158,8 +159,8 @@ def read(store: DiskStore, wanted: Sequence[bytes]) -> list[bytes]:
     fetch = store.fetch(wanted)
     store.turn()
     assert fetch.is_done
-    return list(fetch.result())
+    return [bytes(block) for block in fetch.result()]
 
 
 def data(blocks: Sequence[StoredBlock]) -> list[bytes]:
-    return [block.data for block in blocks]
+    return [bytes(block.data) for block in blocks]

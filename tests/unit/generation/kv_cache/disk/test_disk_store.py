@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,20 @@ def test_a_store_with_threads_does_the_same(tmp_path: Path):
     assert store.find(contents(blocks)) == 300
     assert read_awaited(store, contents(blocks)) == data(blocks)
     store.close()
+
+
+def test_views_are_written_as_bytes_are(disk: Disk):
+    store, blocks = disk.open(), chain("a", 40)
+    whole = b"".join(data(blocks))
+    for number, block in enumerate(blocks):
+        view = memoryview(whole)[number * 1000 : (number + 1) * 1000]
+        store.put(replace(block, data=view))
+    assert read(store, contents(blocks)) == data(blocks)
+    disk.clock.pass_s(3)
+    store.turn()
+    assert read(store, contents(blocks)) == data(blocks)
+    store.close()
+    assert read(disk.open(), contents(blocks)) == data(blocks)
 
 
 def test_what_is_cancelled_is_not_read(disk: Disk):
