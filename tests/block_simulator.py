@@ -102,7 +102,7 @@ class SimulatedRunner:
         saved = tuple((content, self._bytes_of(block)) for block, content in batch.moves.saved)
         assert len({block for block, _ in batch.moves.filled}) == len(batch.moves.filled)
         for block, data in batch.moves.filled:
-            tokens, drafted, contents = json.loads(data)
+            tokens, drafted, contents = json.loads(bytes(data))
             self._blocks[block], self._drafted[block] = tokens, drafted
             self._block_contents[block] = contents
         return saved

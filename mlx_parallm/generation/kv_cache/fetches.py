@@ -41,6 +41,7 @@ class ChainFetch:
         done_s: when it was seen to be read; None before.
         is_dropped: True if the stores were cleared meanwhile: nothing of it may be used.
         is_taken: True once its sequence runs.
+        num_chances: plans of steps that began while it was awaited no longer.
     """
 
     runs: Sequence[Run]
@@ -51,6 +52,7 @@ class ChainFetch:
     done_s: float | None = None
     is_dropped: bool = False
     is_taken: bool = False
+    num_chances: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -212,6 +214,11 @@ class FetchQueue:
         """Note when reads were done; a store's thread calls it."""
         for fetch in tuple(self._held):
             fetch.note_done()
+
+    def note_plan(self) -> None:
+        """Note that a step is planned, in which sequences whose chains are there may start."""
+        for fetch in self._held:
+            fetch.num_chances += not fetch.is_awaited(0)
 
     def drop_all(self) -> None:
         """Let nothing of what is queued, being read or read be used by a sequence to come."""

@@ -129,7 +129,7 @@ class KVCacheManager:
         Blocks of a table older than the last reset are skipped: they follow blocks that the reset
         dropped.
         """
-        if not self.enable_prefix_caching or table.generation != self._generation:
+        if not self.enable_prefix_caching or not self.is_current(table):
             return
         size = self.block_size
         for index in range(len(table.hashes), num_computed // size):
@@ -189,6 +189,10 @@ class KVCacheManager:
         if is_drafted:
             self._pool.drafted.add(block)
         return block
+
+    def is_current(self, table: BlockTable) -> bool:
+        """Return True if what this table computes from now on becomes findable."""
+        return table.generation == self._generation
 
     def withhold(self, table: BlockTable) -> None:
         """Keep what this table computes from now on out of the prefix cache."""

@@ -86,6 +86,8 @@ class Planner:
         """Return the next step: decode rows, then chunks of running prompts, then admissions."""
         plan = StepPlan(self.token_budget)
         self._running.input_runs.settle()
+        if self._kv.tiers is not None:
+            self._kv.tiers.fetches.note_plan()
         if self._running.adapters.blocked:
             # A sequence whose client is at its limit waits for the client, not for an adapter.
             heads = filter(self._running.allows_client, self._waiting.heads())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import takewhile
 
 from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.kv_cache.fetches import ChainFetch
@@ -16,6 +18,33 @@ from mlx_parallm.generation.scheduler.step_plan import StepPlan
 MakeRoom = Callable[[Sequence, int, StepPlan], bool]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Followed:
+    """A chain that another sequence reads, of which memory has what both need soon.
+
+    Attributes:
+        leader: that sequence.
+        fetch: its chain.
+        num_before: blocks before the chain's first one.
+        kv: has the blocks.
+    """
+
+    leader: Sequence
+    fetch: ChainFetch
+    num_before: int
+    kv: KVCacheManager
+
+    def is_awaited(self, position: int) -> bool:
+        """See ``Arrival``: the chain is being read, or its blocks cannot be found yet."""
+        leader = self.leader
+        del position
+        if leader.slot is None:
+            # What was read while a step is planned is used in the next one.
+            return leader.fetch is self.fetch and self.fetch.num_chances <= 1
+        table = leader.blocks
+        return self.kv.is_current(table) and len(table.hashes) <= self.num_before
+
+
 class Restorer:
     """Gives sequences the blocks that stores have of their prompts.
 
@@ -27,6 +56,8 @@ class Restorer:
         self._kv = kv
         self._tiers = tiers
         self._running = running
+        # By the first content of their chains.
+        self._followed: dict[bytes, Followed] = {}
 
     @property
     def num_reserved(self) -> int:
@@ -40,15 +71,35 @@ class Restorer:
         """
         if sequence.fetch is not None:
             return False
+        sequence.arrivals.clear()
         runs = self._kv.find_stored(table, known)
         if not runs:
             return False
-        num_blocks = sum(len(run.contents) for run in runs)
-        sequence.fetch = self._tiers.fetches.add(runs, num_blocks * self._kv.block_size)
-        if sequence.fetch is None:
+        contents = [content for run in runs for content in run.contents]
+        if (followed := self._find_followed(contents)) is not None:
+            sequence.arrivals.append(followed)
+            return True
+        fetch = self._tiers.fetches.add(runs, len(contents) * self._kv.block_size)
+        if fetch is None:
             return False
-        sequence.arrivals.append(sequence.fetch)
+        sequence.fetch = fetch
+        sequence.arrivals.append(fetch)
+        self._followed[contents[0]] = Followed(sequence, fetch, len(table.hashes), self._kv)
         return sequence.is_blocked
+
+    def _find_followed(self, contents: list[bytes]) -> Followed | None:
+        """Return who reads a chain of which at least half are the leading ones of these blocks.
+
+        Several that begin with one text read it once, and share its blocks.
+        """
+        awaited = {key: each for key, each in self._followed.items() if each.is_awaited(0)}
+        self._followed = awaited
+        followed = awaited.get(contents[0])
+        if followed is None:
+            return None
+        pairs = zip(contents, followed.fetch.contents, strict=False)
+        num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return followed if 2 * num_common >= followed.fetch.num_blocks else None
 
     def take(self, sequence: Sequence, known: list[int]) -> None:
         """Have blocks of a sequence that has started filled with what was read for it.

@@ -182,6 +182,8 @@ class RunningSet:
         assert has_adapter, "a sequence was started that may not"
         insort(self._sequences, sequence, key=lambda sequence: sequence.order)
         self._per_client[sequence.request.client] += 1
+        # It waits for nothing more that it needed to start.
+        sequence.arrivals.clear()
         group = sequence.group
         if group.inputs:
             sequence.held = HeldInputs(self.inputs, group.inputs, group.salt)

@@ -187,7 +187,8 @@ class Sequence:
         held: the products of inputs that it holds while running; None without inputs.
         fetch: the chain that is read for it, until the blocks are filled; None if none is.
         arrived: what its next blocks are filled with, while running.
-        arrivals: what it waits for: the two above, as far as they are there.
+        arrivals: what it waits for: blocks that are read for it or for another one, until it runs;
+            then products of inputs.
         content: of the weights that compute its blocks, while running.
         is_caught_up: whether its last token has been computed, or is being computed, since it has
             these blocks.

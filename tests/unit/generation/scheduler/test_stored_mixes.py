@@ -202,10 +202,9 @@ def tear(source: Random, disk: Disk) -> None:
         case 2:
             path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         case 3:
-            other = source.choice(files)
-            swapped = other.read_bytes()
-            other.write_bytes(data)
-            path.write_bytes(swapped)
+            # A file of the same size: what changes sizes is not this store.
+            other = source.choice(files).read_bytes()
+            path.write_bytes(other[: len(data)].ljust(len(data), b"\0"))
         case _:
             path.write_bytes(b"")
 
