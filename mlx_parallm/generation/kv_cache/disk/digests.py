@@ -12,7 +12,8 @@ from mlx_parallm.types.content import Buffer
 # measured, with blake2b 0.4 to 0.6, with crc32 3.3. It finds torn and exchanged bytes. It does not
 # protect from a user who can write the folder, because digests are in the same files.
 DIGEST_BYTES = 16
-# NUM_THREADS: threads that compute the digests of a run. One alone takes longer than writing it.
+# NUM_THREADS: threads that compute the digests of a run. One alone takes longer than writing it:
+# 0.8 GB/s were measured with one, 1.4 with four.
 NUM_THREADS = 4
 
 
