@@ -206,6 +206,8 @@ class FetchQueue:
         if fetch in self._held:
             self._held.remove(fetch)
             fetch.cancel()
+            # Others may know the chain still, but not its bytes.
+            fetch.reads = []
         elif fetch in self._queued:
             self._queued.remove(fetch)
         self._begin_next()

@@ -99,6 +99,7 @@ def test_a_chain_that_is_released_is_not_read_on(desk: Desk) -> None:
     desk.queue.release(begun)
     assert not read.blocks
     assert not queued.reads
+    assert not begun.reads
     assert len(desk.store.fetches) == 1
 
 
