@@ -37,7 +37,8 @@ class ChainFetch:
         compute_s: how long computing them takes, in seconds; None if that is unknown.
         clock: returns seconds.
         reads: of the runs; none before it is begun.
-        begin_s: when that was.
+        asked_s: when it was asked for.
+        begin_s: when reading was begun.
         done_s: when it was seen to be read; None before.
         is_dropped: True if the stores were cleared meanwhile: nothing of it may be used.
         is_taken: True once its sequence runs.
@@ -48,6 +49,7 @@ class ChainFetch:
     compute_s: float | None
     clock: Callable[[], float]
     reads: list[Fetch] = field(default_factory=list[Fetch])
+    asked_s: float = 0.0
     begin_s: float = 0.0
     done_s: float | None = None
     is_dropped: bool = False
@@ -73,13 +75,19 @@ class ChainFetch:
 
     @property
     def due_s(self) -> float:
-        """The time at which a read that was begun is given up."""
+        """The time at which it is given up.
+
+        Chains may be read one after the other, so one that was not begun has as long as computing
+        takes if that is long.
+        """
+        if not self.reads:
+            return self.asked_s + max(LONGEST_READ_S, self.compute_s or 0.0)
         return self.begin_s + min(LONGEST_READ_S, self.compute_s or LONGEST_READ_S)
 
     def is_awaited(self, position: int) -> bool:
         """See ``Arrival``: it is neither read nor late."""
         del position
-        return not self.is_done and not (self.reads and self.clock() >= self.due_s)
+        return not self.is_done and self.clock() < self.due_s
 
     def begin(self) -> None:
         """Begin to read."""
@@ -95,7 +103,7 @@ class ChainFetch:
     def result(self) -> list[tuple[Buffer, str]]:
         """Return the leading blocks that could be read, with their tiers; none if it is late."""
         blocks: list[tuple[Buffer, str]] = []
-        if self.is_dropped:
+        if self.is_dropped or not self.reads:
             return blocks
         for run, read in zip(self.runs, self.reads, strict=True):
             data = read.result() if read.is_done else ()
@@ -158,13 +166,15 @@ class FetchQueue:
 
     @property
     def num_reserved(self) -> int:
-        """Return how many chains are queued, being read or read, whose sequences do not run yet."""
-        return len(self._queued) + sum(not each.is_taken for each in self._held)
+        """Return how many chains are awaited, or were just read, for sequences that do not run."""
+        just_read = (not each.is_taken and each.num_chances <= 1 for each in self._held)
+        return sum(each.is_awaited(0) for each in self._queued) + sum(just_read)
 
     @property
     def due_in_s(self) -> float | None:
         """Return the seconds until the next read is given up; None if nothing is awaited."""
-        waiting = (each for each in self._held if not each.is_taken and not each.is_done)
+        known = (*self._held, *self._queued)
+        waiting = (each for each in known if not each.is_taken and not each.is_done)
         due_s = min((each.due_s for each in waiting), default=None)
         return None if due_s is None else due_s - self._clock()
 
@@ -173,7 +183,8 @@ class FetchQueue:
 
         ``num_tokens`` are those of its blocks.
         """
-        fetch = ChainFetch(runs, self.computing.predict(num_tokens), self._clock)
+        compute_s = self.computing.predict(num_tokens)
+        fetch = ChainFetch(runs, compute_s, self._clock, asked_s=self._clock())
         if not self._is_worth(fetch):
             return None
         self._queued.append(fetch)
@@ -191,6 +202,11 @@ class FetchQueue:
         """Return the result of a chain that is awaited no longer; ``release`` must follow."""
         fetch.is_taken = True
         if fetch.is_dropped:
+            return []
+        if not fetch.reads:
+            self.num_reads += 1
+            self.num_late += 1
+            self.wait_s += self._clock() - fetch.asked_s
             return []
         self._read_s = self._clock()
         # Exclude the time that its sequence waited for blocks of the pool.

@@ -114,8 +114,7 @@ def test_a_read_is_awaited_until_it_is_read_or_late(desk: Desk) -> None:
     desk.now_s = 1.28
     assert not first.is_awaited(0)
     assert not first.is_done
-    # One that was not begun is not late.
-    desk.now_s = 500.0
+    # One that was not begun has longer.
     assert queued.is_awaited(0)
     assert desk.queue.take(first) == []
     assert desk.queue.num_late == 1
@@ -126,6 +125,27 @@ def test_a_read_is_awaited_until_it_is_read_or_late(desk: Desk) -> None:
     assert desk.queue.due_in_s is None
     assert len(desk.queue.take(queued)) == 4
     assert (desk.queue.num_reads, desk.queue.num_late) == (2, 1)
+
+
+def test_a_read_that_is_not_begun_in_time_is_given_up(desk: Desk) -> None:
+    first, queued = desk.begun(8), desk.begun(4)
+    desk.store.complete()
+    # The sequence of the first one has no room.
+    assert desk.queue.due_in_s == LONGEST_READ_S
+    desk.now_s = LONGEST_READ_S
+    assert not queued.is_awaited(0)
+    assert desk.queue.take(queued) == []
+    desk.queue.release(queued)
+    assert (desk.queue.num_reads, desk.queue.num_late) == (1, 1)
+    # Where computing takes longer, so may waiting.
+    desk.queue.computing.observe(1, 1.0)
+    slow = desk.begun(4)
+    desk.now_s += 63.9
+    assert slow.is_awaited(0)
+    desk.now_s += 0.2
+    assert not slow.is_awaited(0)
+    desk.queue.release(slow)
+    desk.queue.release(first)
 
 
 def test_no_read_takes_longer_than_a_bound(desk: Desk) -> None:

@@ -148,6 +148,24 @@ def test_a_slot_is_kept_for_a_sequence_whose_blocks_are_read() -> None:
     harness.drain()
 
 
+def test_a_slot_is_not_kept_for_a_sequence_that_may_not_start() -> None:
+    store = DictStore(holds_back=True)
+    fill_store(store)
+    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_num_seqs_per_client=1)
+    harness = harness_of(store, config=config)
+    ask(harness, "waits", client="a")
+    ask(harness, "runs", OTHER, client="a", max_tokens=30)
+    harness.step()
+    harness.complete()
+    ask(harness, "of another", LONG[:9], client="b")
+    for _ in range(4):
+        harness.step()
+    assert "of another" not in harness.tracked
+    assert {"waits", "runs"} <= harness.tracked.keys()
+    harness.drain()
+    assert num_filled(harness) == NUM_FOUND
+
+
 def test_a_late_read_is_given_up_and_computed() -> None:
     store = DictStore(holds_back=True)
     fill_store(store)
