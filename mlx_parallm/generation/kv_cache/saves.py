@@ -46,6 +46,11 @@ class SaveQueue:
         """Return how many wait to be read."""
         return len(self._waiting) + len(self._leaving)
 
+    @property
+    def num_begun(self) -> int:
+        """Return how many are being read."""
+        return len(self._begun)
+
     def __contains__(self, content: bytes) -> bool:
         """True if a content waits to be read, or is being read."""
         return content in self._contents
@@ -67,7 +72,7 @@ class SaveQueue:
             if (queued := self._waiting.pop(block, None)) is not None:
                 self._contents.discard(queued[1].content)
 
-    def take(self, limit: int) -> Sequence[tuple[int, bytes]]:
+    def take(self, limit: float) -> Sequence[tuple[int, bytes]]:
         """Return blocks to be read before the next step, with their contents.
 
         They are those that leave, and others up to ``limit`` in all. The end of a chain is evicted

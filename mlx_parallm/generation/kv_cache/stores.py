@@ -6,6 +6,7 @@ what the device has read. A store never repairs: a block that it cannot return i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -113,6 +114,11 @@ class BlockStore(Protocol):
         Then the caller keeps its blocks where they are, if it can.
         """
         return False
+
+    @property
+    def room_bytes(self) -> float:
+        """Return how many bytes of blocks it takes now before it discards any."""
+        return math.inf
 
     def wake_by(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called, on any thread, when a fetch is done or the store not busy any more.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -116,6 +117,7 @@ class Tiers:
         self.min_saved = min_saved
         self.min_fetched = min_fetched
         self._stores = stores
+        self._block_bytes = block_bytes
         self._draft = draft
         self._hit_blocks: Counter[str] = Counter()
 
@@ -140,6 +142,16 @@ class Tiers:
     def is_busy(self) -> bool:
         """True if a store would discard blocks that it is given."""
         return any(store.is_busy for store in self._stores)
+
+    @property
+    def room(self) -> float:
+        """Return how many blocks may be saved now, besides those that steps in flight save."""
+        if self.is_busy:
+            return 0
+        room_bytes = min(store.room_bytes for store in self._stores)
+        if room_bytes == math.inf:
+            return math.inf
+        return room_bytes // self._block_bytes - self.saves.num_begun
 
     def use(self, contents: Sequence[bytes]) -> None:
         """Count the leading blocks of a chain as used."""

@@ -191,16 +191,17 @@ class Scheduler:
     def _take_saves(
         self, num_computed: int = 0, *, is_alone: bool = False
     ) -> tuple[tuple[int, bytes], ...]:
-        """Return blocks to be saved before the next step; only those that leave if stores are busy.
+        """Return blocks to be saved before the next step: those that leave, others as room allows.
 
         Saves keep up with prefill: a step saves as many blocks as it computes, ``num_computed``, or
-        a piece. ``is_alone``: it computes nothing.
+        a piece. ``is_alone``: it computes nothing. Stores that are given more than they have room
+        for would lose the end of a chain.
         """
         tiers = self._kv.tiers
         if tiers is None or not tiers.saves:
             return ()
         piece = tiers.alone_piece if is_alone else max(tiers.piece, num_computed)
-        return tuple(tiers.saves.take(0 if tiers.is_busy else piece))
+        return tuple(tiers.saves.take(min(piece, tiers.room)))
 
     def borrowed_block(self) -> AbstractContextManager[int | None]:
         """Return a context that holds a KV block; see ``KVCacheManager.borrowed_block``."""

@@ -108,6 +108,11 @@ class BlockIndex:
         """True while so much waits to be written that more may be discarded."""
         return self._waiting.num_bytes >= BUSY_BYTES
 
+    @property
+    def room_bytes(self) -> int:
+        """How many bytes of blocks may be put before some are discarded."""
+        return max(0, WAITING_BYTES - self._waiting.num_bytes)
+
     def take_waiting(self, *, is_last: bool = False) -> Run | None:
         """Return the next run to write; ``is_last``: although more blocks could follow."""
         with self._lock:

@@ -110,6 +110,11 @@ class DiskStore(BlockStore):
     def is_busy(self) -> bool:
         return self._index.is_busy
 
+    @property
+    @override
+    def room_bytes(self) -> float:
+        return self._index.room_bytes
+
     @override
     def wake_by(self, wake: Callable[[], None]) -> None:
         self._wake_engine = wake

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +28,7 @@ class NamedStore(DictStore):
         super().__init__()
         self.tier = tier
         self.busy = self.is_closed = False
+        self.room = math.inf
         self.refuses = False
         self.used: list[Sequence[bytes]] = []
         self.puts: list[StoredBlock] = []
@@ -34,6 +36,10 @@ class NamedStore(DictStore):
     @property
     def is_busy(self) -> bool:
         return self.busy
+
+    @property
+    def room_bytes(self) -> float:
+        return self.room
 
     def has(self, content: bytes) -> bool:
         return self.refuses or super().has(content)
@@ -144,6 +150,22 @@ def test_a_busy_store_makes_all_wait_and_all_are_told() -> None:
     tiers.close()
     assert two.near.is_closed
     assert two.far.is_closed
+
+
+def test_no_more_is_saved_at_once_than_every_store_has_room_for() -> None:
+    two = Two()
+    tiers = two.tiers()
+    assert tiers.room == math.inf
+    two.near.room, two.far.room = 9, 4
+    assert tiers.room == 4
+    for number in range(6):
+        tiers.saves.add(Save(number, bytes([number]), b"", is_drafted=False))
+    tiers.saves.take(3)
+    assert tiers.room == 1
+    tiers.put(bytes([0]), b"0")
+    assert tiers.room == 2
+    two.near.busy = True
+    assert tiers.room == 0
 
 
 def test_a_drafted_block_says_so_in_its_last_byte() -> None:
