@@ -110,7 +110,7 @@ class BlockIndex:
 
     @property
     def room_bytes(self) -> int:
-        """How many bytes of blocks may be put before some are discarded."""
+        """Bytes of blocks that may be put before some are discarded."""
         return max(0, WAITING_BYTES - self._waiting.num_bytes)
 
     def take_waiting(self, *, is_last: bool = False) -> Run | None:
