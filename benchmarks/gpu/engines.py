@@ -153,6 +153,7 @@ def make_engine(
     grammars: GrammarCompiler | None = None,
     warms_up: bool = False,
     stores: Sequence[BlockStore] = (),
+    host_bytes: int = 0,
 ) -> BenchEngine:
     """Return an engine as ``engine.build`` makes it, of a model with the loader's linear layers.
 
@@ -170,6 +171,7 @@ def make_engine(
         grammars: the compiler of its constrained samples' grammars.
         warms_up: see ``--warm-up``.
         stores: below its pool, nearest first.
+        host_bytes: see ``--kv-host-bytes``.
     """
     if backend_name() == "cuda":
         flatten(model)
@@ -190,6 +192,8 @@ def make_engine(
     )[0]
     info = runner.info
     tiers = None
+    if host_bytes:
+        runner.reserve_host_memory(host_bytes)
     if stores:
         tiers = Tiers(stores, block_bytes=plan.block_bytes, runs_ahead=info.runs_ahead)
     kv = KVCacheManager(

@@ -44,6 +44,8 @@ GB = 1e9
 # OWNER: digest of the model that the files belong to; any will do.
 OWNER = "be"
 STREAM_TOKENS = 512
+# HOST_BYTES: 24 prompts of 8,192 tokens of the shape 8B.
+HOST_BYTES = 30 << 30
 # QUIET_S: seconds without a new block after which a disk store has written all.
 QUIET_S = 1.5
 # POLL_S: how long to wait for a store that does not call.
@@ -241,6 +243,7 @@ def measure(
         max_model_len=args.length + STREAM_TOKENS + args.room,
         kv_tokens=args.pool * args.length + num_streams,
         stores=[make_store(place, folder)],
+        host_bytes=HOST_BYTES if place == "host" and backend_name() == "cuda" else 0,
     ) as (bench, _):
         driver = Driver(bench)
         pace, driver.tiers.fetches.computing = driver.tiers.fetches.computing, UnknownPace()
@@ -260,7 +263,7 @@ def measure(
 def make_store(place: str, folder: Path) -> BlockStore:
     """Return a store that has room for all."""
     if place == "host":
-        return HostStore(1 << 40)
+        return HostStore(HOST_BYTES)
     return DiskStore(folder, OWNER, int(0.9 * shutil.disk_usage(folder).free))
 
 

@@ -25,7 +25,7 @@ PORTABLE: Final = 1
 IS_MANAGED: Final = 8
 # ARENA_BYTES, AHEAD_BYTES: how much memory is pinned at a time, and how much ahead of its use.
 ARENA_BYTES: Final = 64 << 20
-AHEAD_BYTES: Final = 1 << 30
+AHEAD_BYTES: Final = 256 << 20
 
 
 class StagedRows(NamedTuple):
@@ -37,6 +37,10 @@ class StagedRows(NamedTuple):
 
 class HostCopies:
     """Copies by MLX. On unified memory what leaves an array is a view of it."""
+
+    def reserve(self, row_bytes: int, num_bytes: int) -> None:
+        """Have host memory ready for rows that are kept, ``num_bytes`` in all."""
+        del row_bytes, num_bytes
 
     def rows(self, array: mx.array) -> list[Buffer]:
         """Return the rows of an evaluated array, uint8 ``[n, bytes]``, in host memory."""
@@ -82,11 +86,19 @@ class CudaCopies(HostCopies):
         self._prove()
 
     @override
+    def reserve(self, row_bytes: int, num_bytes: int) -> None:
+        self._slots_of(row_bytes).pin(num_bytes)
+
+    def _slots_of(self, row_bytes: int) -> PinnedSlots:
+        slots = self._slots.get(row_bytes)
+        if slots is None:
+            slots = self._slots[row_bytes] = PinnedSlots(self._driver, row_bytes)
+        return slots
+
+    @override
     def rows(self, array: mx.array) -> list[Buffer]:
         count, num_bytes = array.shape
-        slots = self._slots.get(num_bytes)
-        if slots is None:
-            slots = self._slots[num_bytes] = PinnedSlots(self._driver, num_bytes)
+        slots = self._slots_of(num_bytes)
         source, copies = _address(array), [slots.take() for _ in range(count)]
         for number, row in enumerate(copies):
             self._begin(row.ctypes.data, source + number * num_bytes, num_bytes)
@@ -142,7 +154,8 @@ class CudaCopies(HostCopies):
 class PinnedSlots:
     """Pieces of pinned host memory of one size, which are used again when nobody reads them.
 
-    Pinning takes 0.4 s a GiB, so a thread keeps some memory pinned ahead of its use.
+    Pinning takes 0.4 s a GiB, and steps that begin meanwhile wait for the driver. So a thread keeps
+    some memory pinned ahead of its use, and what is used for long is pinned at the start.
     """
 
     def __init__(self, driver: ctypes.CDLL, num_bytes: int) -> None:
@@ -154,6 +167,15 @@ class PinnedSlots:
         self._free: list[int] = []
         self._grow()
         self._growing = self._grow_beside()
+
+    def pin(self, num_bytes: int) -> None:
+        """Pin so many bytes, besides what is pinned ahead.
+
+        Raises:
+            StepError: there is no memory.
+        """
+        for _ in range(-(-num_bytes // ARENA_BYTES)):
+            self._grow()
 
     def take(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """Return a piece; its memory is free again once no view of it is left.

@@ -66,6 +66,10 @@ class BlockMoves:
         """The bytes of a block on this rank."""
         return sum(pools.block_bytes for pools in self._pools)
 
+    def reserve(self, num_bytes: int) -> None:
+        """Have host memory ready for ``num_bytes`` of rows that are kept."""
+        self._copies.reserve(self._rank_bytes, num_bytes)
+
     def read(self, blocks: Sequence[int]) -> Pending[tuple[Buffer, ...]]:
         """Begin to read blocks; the result is a row for each.
 

@@ -292,6 +292,14 @@ class ModelRunner(Runner):
         self._latest = step if runs_ahead else None
         return step
 
+    def reserve_host_memory(self, num_bytes: int) -> None:
+        """Have host memory ready for so many bytes of blocks.
+
+        Raises:
+            StepError: there is not so much.
+        """
+        self._moves.reserve(num_bytes)
+
     def read_blocks(self, blocks: Sequence[int]) -> Pending[tuple[Buffer, ...]]:
         """Begin to read KV blocks, as the steps before leave them; see ``ReadBlocks``."""
         with self._recovering():

@@ -328,6 +328,8 @@ class GeneratorModel(WorkerModel):
             takes_embeds=weights.spec.settings.enable_prompt_embeds,
             faults=self._device.faults,
         )
+        if host_bytes := weights.spec.settings.cache.kv_host_bytes:
+            runner.reserve_host_memory(host_bytes // len(weights.spec.settings.models))
         self._allocated = runner
         return replace(
             weights.plan,

@@ -140,6 +140,20 @@ def test_memory_is_pinned_ahead_on_another_thread_in_the_same_context() -> None:
     assert (len(driver.arenas), driver.contexts) == (3, [9, 9])
 
 
+def test_memory_that_is_kept_for_long_is_pinned_at_once() -> None:
+    driver = FakeDriver()
+    copies = cuda_copies(driver)
+    copies.reserve(64, 40 * 64)
+    copies._slots[64]._growing.join()
+    num_arenas = len(driver.arenas)
+    assert num_arenas >= 10 + 1
+    staged = copies.stage(ROWS)
+    rows = [row for _ in range(6) for row in copies.rows(staged.rows)]
+    copies._slots[64]._growing.join()
+    assert len(rows) == 30
+    assert len(driver.arenas) == num_arenas
+
+
 def test_a_lack_of_pinned_memory_is_an_error_of_the_step() -> None:
     driver = FakeDriver()
     slots = slots_of(driver)
