@@ -55,14 +55,22 @@ def check_kv_folder(path: Path, *, state_of: Callable[[Path], os.stat_result] = 
 
 def _check_owners(path: Path, state_of: Callable[[Path], os.stat_result]) -> None:
     """Check that only this user and root can replace the folder or what is in it."""
-    user = os.geteuid()
-    if state_of(path).st_uid != user:
+    user, state = os.geteuid(), state_of(path)
+    if state.st_uid != user:
         raise ConfigError(f"{SETTING}: {path} belongs to another user.")
+    if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(f"{SETTING}: {path} can be written by other users; its mode must be 700.")
     for parent in path.parents:
         state = state_of(parent)
-        if state.st_uid not in (0, user) and not state.st_mode & stat.S_ISVTX:
+        if state.st_mode & stat.S_ISVTX:
+            continue
+        if state.st_uid not in (0, user):
             raise ConfigError(
                 f"{SETTING}: {path} is below {parent}, which belongs to another user."
+            )
+        if state.st_mode & stat.S_IWOTH:
+            raise ConfigError(
+                f"{SETTING}: {path} is below {parent}, in which all users can exchange folders."
             )
 
 

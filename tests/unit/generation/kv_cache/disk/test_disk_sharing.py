@@ -404,3 +404,26 @@ class TestFolder:
         else:
             with pytest.raises(ConfigError, match=r"--kv-disk: .*kv is below .*home, which"):
                 check_kv_folder(kv, state_of=foreign_home)
+
+    @pytest.mark.parametrize("mode", [0o700, 0o750, 0o755, 0o770, 0o777, 0o1777])
+    def test_a_folder_that_other_users_can_write_is_refused(self, tmp_path: Path, mode: int):
+        kv = tmp_path / "kv"
+        kv.mkdir()
+        kv.chmod(mode)
+        if mode & 0o022 == 0:
+            check_kv_folder(kv)
+        else:
+            with pytest.raises(ConfigError, match=r"--kv-disk: .*kv can be written by other users"):
+                check_kv_folder(kv)
+
+    @pytest.mark.parametrize("mode", [0o755, 0o777, 0o1777])
+    def test_a_folder_that_all_users_can_exchange_is_refused(self, tmp_path: Path, mode: int):
+        kv, open_to_all = tmp_path / "shared" / "kv", tmp_path / "shared"
+        kv.mkdir(parents=True, mode=0o700)
+        kv.chmod(0o700)
+        open_to_all.chmod(mode)
+        if mode == 0o777:
+            with pytest.raises(ConfigError, match=r"--kv-disk: .*kv is below .*shared, in which"):
+                check_kv_folder(kv)
+        else:
+            check_kv_folder(kv)
