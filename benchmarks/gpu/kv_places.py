@@ -394,8 +394,9 @@ class PlaceRun:
             ("disk, page cache", "page cache", cached),
         ):
             rate = max(rate for each, rate in self.rates.items() if each.startswith(kind))
-            share, ratio = bytes_each / seconds / rate, seconds / computed
-            # One of the two is asked for.
+            ratio = seconds / computed
+            share = self._least_share() * bytes_each / seconds / rate
+            # One of the two is asked for. What did not come back was computed.
             is_fast = ratio <= 0.3
             checks += [
                 Check(f"{name}: TTFT, ms", 1e3 * seconds),
