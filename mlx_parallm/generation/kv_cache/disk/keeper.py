@@ -99,7 +99,11 @@ class Keeper:
         try:
             self._do_due(is_last=is_last)
         except OSError as problem:
-            self._turn_off(problem)
+            self._turn_off(problem.strerror or str(problem))
+        except Exception as problem:
+            # Its thread goes on: without it, what waits would never be written.
+            logger.exception("the KV folder %s could not be kept", self._path)
+            self._turn_off(f"{type(problem).__name__}: {problem}")
         else:
             if self._new:
                 return 0.0
@@ -193,7 +197,7 @@ class Keeper:
             )
             with self.folder.changing():
                 reason = self._write_within_limit(run, packed, header)
-        except OSError:
+        except Exception:
             self._index.finish(run, reason="off")
             raise
         was_busy = self._index.is_busy
@@ -254,8 +258,7 @@ class Keeper:
             if run.header is not None and run.saved_ns < run.used_ns:
                 self._touch(run)
 
-    def _turn_off(self, problem: OSError) -> None:
-        why = problem.strerror or str(problem)
+    def _turn_off(self, why: str) -> None:
         if why != self.off:
             logger.warning("no KV is written to %s: %s", self._path, why)
         self.off = why

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -16,6 +17,8 @@ from mlx_parallm.generation.kv_cache.disk.format import BadFileError, Span
 from mlx_parallm.generation.kv_cache.disk.runs import Run
 from mlx_parallm.generation.kv_cache.stores import Fetch
 from mlx_parallm.types.content import Buffer
+
+logger = logging.getLogger(__name__)
 
 # NUM_READERS: threads that read and verify at once. A core verifies 1 to 2 GB/s, and a disk reads
 # more.
@@ -167,6 +170,9 @@ class Readers:
                 piece.data.append(data)
         except (OSError, BadFileError) as problem:
             self._on_bad(piece.run, problem)
+        except Exception:
+            # It says nothing of the file. The thread goes on: what nobody reads would be awaited.
+            logger.exception("KV of %s could not be read", piece.run.path(self._folder))
         if len(piece.data) < len(piece.contents):
             fetch.end(piece.first + len(piece.data))
         if piece.data:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
+from mlx_parallm.generation.kv_cache.disk import keeper
 from mlx_parallm.generation.kv_cache.disk.files import Files
 from mlx_parallm.generation.kv_cache.disk.format import FIXED_BYTES, MAGIC
 from mlx_parallm.generation.kv_cache.disk.index import WAITING_BYTES
@@ -327,6 +328,40 @@ def test_a_folder_that_cannot_be_changed_is_still_read(disk: Disk):
     store.find(contents(blocks))
     store.turn()
     assert store.stats.off == os.strerror(errno.EROFS)
+    assert read(store, contents(blocks)) == data(blocks)
+
+
+def test_a_thread_that_lacks_memory_while_it_reads_goes_on(disk: Disk):
+    files = FaultyFiles()
+    store, blocks = disk.open(files=files), chain("a", 5)
+    disk.save(store, blocks)
+
+    def fail() -> None:
+        raise MemoryError
+
+    files.before["read"] = fail
+    assert read(store, contents(blocks)) == []
+    files.before.clear()
+    assert read(store, contents(blocks)) == data(blocks)
+
+
+def test_a_write_that_cannot_begin_a_thread_turns_the_store_off_for_a_while(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+):
+    store, blocks = disk.open(), chain("a", 5)
+
+    def fail(blocks: object) -> list[bytes]:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(keeper, "block_digests", fail)
+        disk.save(store, blocks)
+    assert store.stats.off == "RuntimeError: can't start new thread"
+    assert store.find(contents(blocks)) == 0
+    assert store.room_bytes == WAITING_BYTES
+    disk.clock.now_ns += RETRY_NS
+    disk.save(store, blocks)
+    assert store.stats.off == ""
     assert read(store, contents(blocks)) == data(blocks)
 
 
