@@ -50,6 +50,8 @@ T = TypeVar("T")
 
 # SAVE_S: seconds that saving takes at most when the device's memory is to be released.
 SAVE_S = 5.0
+# SAVE_POLL_S: how often it is asked meanwhile whether stores take more.
+SAVE_POLL_S = 0.01
 # NUM_STEPS: latest decode steps whose median predicts the next one.
 NUM_STEPS = 9
 
@@ -287,10 +289,18 @@ class GenerationEngine(ServedEngine):
             self._tiers.close()
 
     def _save_all(self) -> None:
-        """Save what waits to be saved, as far as that takes a short time."""
+        """Save what waits to be saved, as far as that takes a short time.
+
+        Stores that are full of what is still to be written are waited for.
+        """
+        assert self._tiers is not None, "there is where to save it"
         until_s = time.monotonic() + SAVE_S
         updates: list[SequenceUpdate] = []
-        while time.monotonic() < until_s and (batch := self._scheduler.schedule_saves()):
+        while self._tiers.saves and time.monotonic() < until_s:
+            batch = self._scheduler.schedule_saves()
+            if batch is None:
+                time.sleep(SAVE_POLL_S)
+                continue
             output = self._attempt(batch, partial(self._run, batch), updates)
             if output is None:
                 return

@@ -316,15 +316,50 @@ def test_tokens_of_one_step_have_one_latency() -> None:
     assert read("vllm:generation_tokens_total", labels) == 4
 
 
-def test_what_is_not_saved_in_time_stays_to_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, store = FakeRunner(spell("ok")), DictStore()
+class BusyStore(DictStore):
+    """Takes nothing before it was asked a few times."""
+
+    def __init__(self, num_refusals: int) -> None:
+        super().__init__()
+        self._refusals = iter(range(num_refusals))
+
+    @property
+    def is_busy(self) -> bool:
+        return next(self._refusals, None) is not None
+
+
+def engine_with(store: DictStore) -> tuple[GenerationEngine, Tiers]:
+    """Return an engine that has a block to save."""
+    runner = FakeRunner(spell("ok"))
     tiers = Tiers([store], block_bytes=1)
     kv = KVCacheManager(runner.info.num_blocks, runner.info.block_size, tiers=tiers)
     scheduler = Scheduler(SchedulerConfig(), kv, max_model_len=runner.info.max_model_len)
     metrics = EngineMetrics(MetricFamilies(), "m", runner.info)
     engine = GenerationEngine(scheduler, runner, ByteTokenizer(), metrics, tiers=tiers)
     tiers.saves.add(Save(0, b"content", b"", is_drafted=False))
+    return engine, tiers
+
+
+def test_what_is_not_saved_in_time_stays_to_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, tiers = engine_with(DictStore())
     monkeypatch.setattr(engine_module, "SAVE_S", 0.0)
     engine.save()
-    assert not runner.batches
     assert list(tiers.saves.take(1)) == [(0, b"content")]
+
+
+def test_a_store_that_is_busy_when_the_engine_ends_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, tiers = engine_with(BusyStore(3))
+    monkeypatch.setattr(engine_module, "SAVE_POLL_S", 0.0)
+    engine.close()
+    assert not tiers.saves
+
+
+def test_a_store_that_stays_busy_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, tiers = engine_with(BusyStore(1_000_000))
+    monkeypatch.setattr(engine_module, "SAVE_S", 0.01)
+    engine.save()
+    assert len(tiers.saves) == 1
