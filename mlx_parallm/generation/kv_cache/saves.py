@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from itertools import count
 from operator import itemgetter
 
+from mlx_parallm.types.content import Buffer
+
+# EARLY_BYTES: most bytes of blocks that were read before the blocks that they follow.
+EARLY_BYTES = 128 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Save:
@@ -30,7 +35,8 @@ class SaveQueue:
     """Blocks in the order in which their chains ended.
 
     A block stays in the pool, where others find it, until it is read. If it is allocated before
-    that, it is read before the step that may write to it.
+    that, it is read before the step that may write to it. So the end of a chain, which is evicted
+    first, may be read steps before its beginning. Stores get it behind that.
     """
 
     def __init__(self) -> None:
@@ -41,6 +47,9 @@ class SaveQueue:
         # Those that steps in flight read, by their contents.
         self._begun: dict[bytes, Save] = {}
         self._contents: set[bytes] = set()
+        # What was read before the blocks that it follows, by these blocks' contents.
+        self._early: dict[bytes, list[tuple[Save, Buffer]]] = {}
+        self._early_bytes = 0
 
     def __len__(self) -> int:
         """Return how many wait to be read."""
@@ -52,7 +61,7 @@ class SaveQueue:
         return len(self._begun)
 
     def __contains__(self, content: bytes) -> bool:
-        """True if a content waits to be read, or is being read."""
+        """True if a content waits to be read, is being read, or waits for what it follows."""
         return content in self._contents
 
     def add(self, save: Save) -> None:
@@ -75,8 +84,8 @@ class SaveQueue:
     def take(self, limit: float) -> Sequence[tuple[int, bytes]]:
         """Return blocks to be read before the next step, with their contents.
 
-        They are those that leave, and others up to ``limit`` in all. The end of a chain is evicted
-        first, but stores get its beginning first: they keep no block without the one before it.
+        They are those that leave, and others up to ``limit`` in all, in the order of their chains:
+        stores keep no block without the one before it.
         """
         if not (self._waiting or self._leaving):
             return ()
@@ -87,10 +96,43 @@ class SaveQueue:
         self._begun.update((save.content, save) for save in saves)
         return [(save.block, save.content) for save in saves]
 
-    def end(self, content: bytes) -> Save | None:
-        """Return what was read of a step that ended; None if it was forgotten meanwhile."""
-        self._contents.discard(content)
-        return self._begun.pop(content, None)
+    def end(self, content: bytes, data: Buffer) -> Sequence[tuple[Save, Buffer]]:
+        """Return what stores can get now that a block was read, each behind what it follows.
+
+        It is the block with what was read early behind it, or nothing: it is early itself, or was
+        forgotten meanwhile.
+        """
+        save = self._begun.pop(content, None)
+        if save is None:
+            return ()
+        if save.parent in self._contents and self._early_bytes + len(data) <= EARLY_BYTES:
+            self._early.setdefault(save.parent, []).append((save, data))
+            self._early_bytes += len(data)
+            self._drop_stranded()
+            return ()
+        ended, following = list[tuple[Save, Buffer]](), [(save, data)]
+        while following:
+            ended.append(following.pop())
+            following += self._take_early(ended[-1][0].content)
+        self._contents.difference_update(each.content for each, _ in ended)
+        self._drop_stranded()
+        return ended
+
+    def fail(self, content: bytes) -> None:
+        """Forget a block that could not be read."""
+        if self._begun.pop(content, None) is not None:
+            self._contents.discard(content)
+            self._drop_stranded()
+
+    def _take_early(self, parent: bytes) -> list[tuple[Save, Buffer]]:
+        early = self._early.pop(parent, [])
+        self._early_bytes -= sum(len(data) for _, data in early)
+        return early
+
+    def _drop_stranded(self) -> None:
+        """Drop what is early if nothing that it could follow is to come."""
+        if not (self._waiting or self._leaving or self._begun):
+            self.clear()
 
     def clear(self) -> None:
         """Forget all, also what steps in flight read: nothing of before is to be kept."""
@@ -98,3 +140,5 @@ class SaveQueue:
         self._leaving.clear()
         self._begun.clear()
         self._contents.clear()
+        self._early.clear()
+        self._early_bytes = 0

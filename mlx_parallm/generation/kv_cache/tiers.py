@@ -179,16 +179,14 @@ class Tiers:
         return runs
 
     def put(self, content: bytes, data: Buffer) -> None:
-        """Give the stores that lack it a block that was read for them."""
-        save = self.saves.end(content)
-        if save is None:
-            return
-        if self._draft is not None:
-            data = b"".join((data, DRAFTED if save.is_drafted else PLAIN))
-        block = StoredBlock(content=content, parent=save.parent, data=data)
-        for store in self._stores:
-            if not store.has(content):
-                store.put(block)
+        """Give the stores that lack it a block that was read for them, behind what it follows."""
+        for save, each in self.saves.end(content, data):
+            if self._draft is not None:
+                each = b"".join((each, DRAFTED if save.is_drafted else PLAIN))
+            block = StoredBlock(content=save.content, parent=save.parent, data=each)
+            for store in self._stores:
+                if not store.has(save.content):
+                    store.put(block)
 
     def take(self, fetch: ChainFetch) -> list[ArrivedBlock]:
         """Return the blocks of a chain that arrived; ``fetches.release`` must follow."""

@@ -347,7 +347,7 @@ class Scheduler:
         self._running.input_runs.forget(batch.moves)
         if self._kv.tiers is not None:
             for _, content in batch.moves.saved:
-                self._kv.tiers.saves.end(content)
+                self._kv.tiers.saves.fail(content)
         return updates
 
     def check_room(self, client: str, n: int) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
+from mlx_parallm.generation.kv_cache import saves as module
 from mlx_parallm.generation.kv_cache.saves import Save, SaveQueue
 
 
@@ -47,11 +50,51 @@ def test_a_content_is_known_until_its_step_ends() -> None:
     assert b"2" in saves
     saves.take(1)
     assert b"4" in saves
-    save = saves.end(b"4")
-    assert save == Save(4, b"4", b"", is_drafted=False)
+    save = Save(4, b"4", b"", is_drafted=False)
+    assert saves.end(b"4", b"bytes") == [(save, b"bytes")]
     assert b"4" not in saves
-    assert saves.end(b"4") is None
-    assert saves.end(b"2") is None
+    assert not saves.end(b"4", b"bytes")
+    assert not saves.end(b"2", b"bytes")
+    assert b"2" in saves
+
+
+def end(saves: SaveQueue, taken: Sequence[tuple[int, bytes]]) -> list[int]:
+    """Return the blocks that stores get of a step that ends."""
+    ended = [saves.end(content, b"of " + content) for _, content in taken]
+    assert all(data == b"of " + save.content for each in ended for save, data in each)
+    return [save.block for each in ended for save, _ in each]
+
+
+def test_what_is_read_before_what_it_follows_waits_for_it() -> None:
+    saves = queue_of(*range(8))
+    saves.add(Save(9, b"9", b"3", is_drafted=False))
+    saves.leave([7, 6, 9])
+    assert end(saves, saves.take(0)) == []
+    saves.leave([5, 4])
+    assert end(saves, saves.take(0)) == []
+    assert b"6" in saves
+    assert end(saves, saves.take(2)) == [0, 1]
+    assert end(saves, saves.take(9)) == [2, 3, 4, 5, 6, 7, 9]
+    assert not any(b"%d" % block in saves for block in range(10))
+    assert saves._early_bytes == 0
+
+
+def test_what_follows_a_block_that_could_not_be_read_is_dropped() -> None:
+    saves = queue_of(0, 1, 2)
+    saves.leave([1, 2])
+    assert end(saves, saves.take(0)) == []
+    saves.take(1)
+    saves.fail(b"0")
+    assert not any(b"%d" % block in saves for block in range(3))
+    assert saves._early_bytes == 0
+
+
+def test_what_is_read_early_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EARLY_BYTES", 9)
+    saves = queue_of(0, 1, 2, 3, 4)
+    saves.leave([1, 2, 3, 4])
+    assert end(saves, saves.take(0)) == [3, 4]
+    assert end(saves, saves.take(9)) == [0, 1, 2]
 
 
 def test_blocks_that_are_forgotten_are_neither_taken_nor_known() -> None:
@@ -68,5 +111,5 @@ def test_a_clear_forgets_also_what_steps_in_flight_read() -> None:
     saves.clear()
     assert len(saves) == 0
     assert not any(b"%d" % block in saves for block in range(6))
-    assert saves.end(b"0") is None
+    assert not saves.end(b"0", b"bytes")
     assert blocks_of(saves.take(9)) == []

@@ -327,6 +327,21 @@ def test_a_chain_evicted_at_once_is_saved_whole(make_store: type[DictStore]) -> 
     assert num_filled(harness) == 2 * NUM_FOUND
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("num_blocks", [16, 20, 24])
+def test_a_chain_evicted_over_steps_is_saved_whole(num_blocks: int, *, runs_ahead: bool) -> None:
+    store = HostStore(1 << 20)
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
+    harness = harness_of(store, num_blocks=num_blocks, config=config, runs_ahead=runs_ahead)
+    assert harness.tiers is not None
+    harness.tiers.piece = 2
+    ask(harness, "first", LONG)
+    ask(harness, "evicts", LONG[::-1])
+    harness.drain()
+    assert store.stats.discarded == {}
+    assert store.stats.num_blocks == 2 * len(LONG) // SIZE
+
+
 def test_a_reset_ends_what_is_read_and_what_is_saved() -> None:
     store = DictStore(holds_back=True)
     fill_store(store)
