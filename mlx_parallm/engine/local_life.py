@@ -90,13 +90,13 @@ class LocalLife(EngineLife):
         finally:
             self._loading = None
         engines = {each.model.names[0]: each.engine for each in built if each.engine is not None}
+        live = [engine.live for engine in engines.values() if engine.live is not None]
+        for weights in live:
+            weights.begin_hashing()
         self._state = EngineState(self._families, engines)
         on_loaded(
             [StartedModel(each.config, each.model, each.engine is not None) for each in built]
         )
-        live = [engine.live for engine in engines.values() if engine.live is not None]
-        for weights in live:
-            weights.begin_hashing()
         stall_ms = self._config.scheduler.max_decode_stall_ms
         loop = EngineLoop(
             engines,
