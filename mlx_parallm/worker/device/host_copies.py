@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -164,7 +165,7 @@ class PinnedSlots:
         self._num_bytes = num_bytes
         self._context = ctypes.c_void_p()
         check(driver.cuCtxGetCurrent(ctypes.byref(self._context)))
-        self._free: list[int] = []
+        self._free: list[tuple[_Arena, int]] = []
         self._grow()
         self._growing = self._grow_beside()
 
@@ -187,7 +188,7 @@ class PinnedSlots:
             self._growing = self._grow_beside()
         if not self._free:
             self._grow()
-        return np.asarray(_Slot(self._free, self._free.pop(), self._num_bytes))
+        return np.asarray(_Slot(self._free, *self._free.pop(), self._num_bytes))
 
     @property
     def _lacks_memory(self) -> bool:
@@ -209,19 +210,38 @@ class PinnedSlots:
 
     def _grow(self) -> None:
         count = max(1, ARENA_BYTES // self._num_bytes)
+        arena = _Arena(self._driver, self._context, count * self._num_bytes)
+        self._free += [(arena, arena.address + n * self._num_bytes) for n in range(count)]
+
+
+class _Arena:
+    """Pinned memory; it is freed when neither its slots nor any view of a piece are left."""
+
+    def __init__(self, driver: ctypes.CDLL, context: ctypes.c_void_p, num_bytes: int) -> None:
+        """Raise StepError if there is no memory."""
+        self.address = 0
+        self._driver, self._context = driver, context
         address = ctypes.c_void_p()
-        size = ctypes.c_size_t(count * self._num_bytes)
-        check(self._driver.cuMemHostAlloc(ctypes.byref(address), size, PORTABLE))
+        size = ctypes.c_size_t(num_bytes)
+        check(driver.cuMemHostAlloc(ctypes.byref(address), size, PORTABLE))
         assert address.value is not None
-        self._free += [address.value + number * self._num_bytes for number in range(count)]
+        self.address = address.value
+
+    def __del__(self) -> None:
+        """Free it, on any thread; the end of the process frees it anyhow."""
+        if self.address and not sys.is_finalizing():
+            self._driver.cuCtxSetCurrent(self._context)
+            self._driver.cuMemFreeHost(ctypes.c_void_p(self.address))
 
 
 class _Slot:
     """A piece of pinned memory, given back when it is collected."""
 
-    def __init__(self, free: list[int], address: int, num_bytes: int) -> None:
+    def __init__(
+        self, free: list[tuple[_Arena, int]], arena: _Arena, address: int, num_bytes: int
+    ) -> None:
         self._free = free
-        self._address = address
+        self._piece = arena, address
         self.__array_interface__ = {
             "data": (address, False),
             "shape": (num_bytes,),
@@ -231,7 +251,7 @@ class _Slot:
 
     def __del__(self) -> None:
         """Give it back; whichever thread that is, appending is atomic."""
-        self._free.append(self._address)
+        self._free.append(self._piece)
 
 
 def host_copies() -> HostCopies:

@@ -25,6 +25,7 @@ class FakeDriver:
         self.failing: set[str] = set()
         self.arenas: list[mmap.mmap] = []
         self.contexts: list[Any] = []
+        self.pinned: set[int] = set()
 
         def copy(target: int, source: int, num_bytes: int, stream: Any) -> int:
             del stream
@@ -67,6 +68,11 @@ class FakeDriver:
         arena = mmap.mmap(-1, size.value)
         self.arenas.append(arena)
         address._obj.value = ctypes.addressof(ctypes.c_char.from_buffer(arena))
+        self.pinned.add(address._obj.value)
+        return 0
+
+    def cuMemFreeHost(self, address: Any) -> int:
+        self.pinned.remove(address.value)
         return 0
 
 
@@ -126,6 +132,22 @@ def test_pinned_memory_is_free_again_once_no_view_of_it_is_left() -> None:
     assert ctypes.addressof(ctypes.c_char.from_buffer(kept)) - 10 not in {
         each.ctypes.data for each in taken
     }
+
+
+def test_pinned_memory_is_freed_with_the_model_once_no_view_of_it_is_left() -> None:
+    driver = FakeDriver()
+    copies = cuda_copies(driver)
+    rows = copies.rows(copies.stage(ROWS).rows)
+    copies._slots[64]._growing.join()
+    assert len(driver.pinned) == len(driver.arenas) > 2
+    kept = rows.pop()
+    del copies, rows
+    gc.collect()
+    assert driver.pinned
+    assert bytes(kept) == ROWS[-1]
+    del kept
+    gc.collect()
+    assert not driver.pinned
 
 
 def test_memory_is_pinned_ahead_on_another_thread_in_the_same_context() -> None:
