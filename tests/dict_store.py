@@ -22,10 +22,8 @@ class DictFetch:
 class DictStore(BlockStore):
     """Keeps blocks without a limit; with ``holds_back``, fetches wait for ``complete``."""
 
-    tier = "dict"
-
     def __init__(self, *, holds_back: bool = False) -> None:
-        self.blocks, self.fetches = dict[bytes, Buffer](), list[DictFetch]()
+        self.tier, self.blocks, self.fetches = "dict", dict[bytes, Buffer](), list[DictFetch]()
         self._holds_back, self._most, self._wake = holds_back, None, lambda: None
 
     def fail_after(self, num_blocks: int | None) -> None:
