@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mlx_parallm.generation.kv_cache.disk.catalog import file_name, owner_of
@@ -198,11 +199,18 @@ class Keeper:
             with self.folder.changing():
                 reason = self._write_within_limit(run, packed, header)
         except Exception:
-            self._index.finish(run, reason="off")
+            with self._relieving():
+                self._index.finish(run, reason="off")
             raise
-        was_busy = self._index.is_busy
-        self._index.finish(run, reason=reason)
+        with self._relieving():
+            self._index.finish(run, reason=reason)
         self._turn_on()
+
+    @contextmanager
+    def _relieving(self) -> Generator[None]:
+        """Wake the engine if the store is busy before the block and not after it."""
+        was_busy = self._index.is_busy
+        yield
         if was_busy and not self._index.is_busy:
             self._wake()
 
@@ -262,7 +270,8 @@ class Keeper:
         if why != self.off:
             logger.warning("no KV is written to %s: %s", self._path, why)
         self.off = why
-        self._index.turn_off(self._timer() + RETRY_NS)
+        with self._relieving():
+            self._index.turn_off(self._timer() + RETRY_NS)
 
     def _turn_on(self) -> None:
         if self.off:

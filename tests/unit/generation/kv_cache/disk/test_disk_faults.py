@@ -418,6 +418,22 @@ def test_what_waits_is_bounded(disk: Disk):
     assert store.find(contents(blocks)) == len(blocks) - 3
 
 
+def test_a_busy_store_that_cannot_write_lets_its_engine_go_on(disk: Disk):
+    files = FaultyFiles()
+    store: DiskStore = disk.open(limit_bytes=10 << 30, files=files)
+    woken: list[None] = []
+    store.wake_by(lambda: woken.append(None))
+    block = bytes(16 * MIB)
+    for each in chain("a", WAITING_BYTES // len(block), 0):
+        store.put(type(each)(content=each.content, parent=each.parent, data=block))
+    assert store.is_busy
+    files.errors["write"] = errno.ENOSPC
+    disk.clock.pass_s(3)
+    while store.is_busy:
+        store.turn()
+    assert woken == [None]
+
+
 def test_a_large_block_waits_alone(disk: Disk):
     store = disk.open(limit_bytes=10 << 30)
     (block,) = chain("a", 1, WAITING_BYTES + 32)
