@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mlx_parallm.config import CacheConfig
 from mlx_parallm.generation.kv_cache.disk.folder import check_kv_folder
+from mlx_parallm.storage.disk import sync
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.units import readable_bytes
 
@@ -106,7 +107,7 @@ def _read_s(folder: Path) -> float:
         _pass_by_cache(descriptor)
         for _ in range(PROBE_BYTES // CHUNK_BYTES):
             file.write(os.urandom(CHUNK_BYTES))
-        os.fsync(descriptor)
+        sync(descriptor)
         _pass_by_cache(descriptor)
         begin_s = time.perf_counter()
         for number in range(PROBE_BYTES // CHUNK_BYTES):
