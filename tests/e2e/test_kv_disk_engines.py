@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import httpx2
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server_process import ServerProcess
@@ -40,6 +41,7 @@ def wait_for(server: ServerProcess, name: str, least: list[float]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_an_engine_reads_what_another_one_wrote_also_after_a_restart(tmp_path: Path) -> None:
     for is_restarted in (False, True):
         server = ServerProcess("--kv-disk", str(tmp_path / "kv"), *FLAGS)

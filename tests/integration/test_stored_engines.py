@@ -404,6 +404,7 @@ async def cached_with(folder: Path, disk: Path, **settings: Any) -> int:
         return cached
 
 
+@pytest.mark.slow
 async def test_what_decides_the_bytes_of_a_block_decides_what_is_found(
     folders: dict[float, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
