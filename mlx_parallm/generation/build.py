@@ -48,9 +48,7 @@ from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.request import BaseWeights
 from mlx_parallm.types.step import KVPlan, RunnerInfo
-from mlx_parallm.worker.device.properties import (
-    backend_name,
-)
+from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.load.loading import GenerationLoader
 from mlx_parallm.worker.generation.load.plan import GenerationPlan, GenerationSpec

@@ -392,7 +392,7 @@ CHANGES = {
     "a byte": changed_byte,
     "rms_norm_eps": changed_config("rms_norm_eps", 2e-5),
     "rope_theta": changed_config("rope_theta", 12345.0),
-    "a field that nobody knows": changed_config("unknown_field", 1),
+    "an unknown field": changed_config("unknown_field", 1),
     "code": added_code,
 }
 

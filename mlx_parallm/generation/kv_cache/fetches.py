@@ -203,22 +203,20 @@ class FetchQueue:
         fetch.is_taken = True
         if fetch.is_dropped:
             return []
-        if not fetch.reads:
-            self.num_reads += 1
-            self.num_late += 1
-            self.wait_s += self._clock() - fetch.asked_s
-            return []
-        self._read_s = self._clock()
+        now_s = self._clock()
         # Exclude the time that its sequence waited for blocks of the pool.
-        waited_s = (self._read_s if fetch.done_s is None else fetch.done_s) - fetch.begin_s
-        self._reading.observe(fetch.num_blocks, waited_s)
+        done_s = now_s if fetch.done_s is None else fetch.done_s
+        waited_s = done_s - (fetch.begin_s if fetch.reads else fetch.asked_s)
+        if fetch.reads:
+            self._read_s = now_s
+            self._reading.observe(fetch.num_blocks, waited_s)
         self.num_reads += 1
         self.num_late += not fetch.is_done
         self.wait_s += waited_s
         return fetch.result()
 
     def release(self, fetch: ChainFetch) -> None:
-        """Forget a chain: its blocks are filled, or nobody waits for it any more."""
+        """Forget a chain: its blocks are filled, or its sequence waits no longer."""
         if fetch in self._held:
             self._held.remove(fetch)
             fetch.cancel()

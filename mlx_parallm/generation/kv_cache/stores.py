@@ -21,7 +21,7 @@ class StoredBlock:
     Attributes:
         content: its content address, which means the same in every process.
         parent: the content of the block that it follows; empty for the first of a chain.
-        data: its bytes, which nobody changes.
+        data: its bytes, which do not change.
     """
 
     content: bytes

@@ -153,7 +153,7 @@ class CudaCopies(HostCopies):
 
 
 class PinnedSlots:
-    """Pieces of pinned host memory of one size, which are used again when nobody reads them.
+    """Pieces of pinned host memory of one size, which are used again once no view of them is left.
 
     Pinning takes 0.4 s a GiB, and steps that begin meanwhile wait for the driver. So a thread keeps
     some memory pinned ahead of its use, and what is used for long is pinned at the start.

@@ -17,7 +17,7 @@ DIGEST_BYTES = 16
 NUM_THREADS = 4
 
 
-def digest_of(data: Buffer) -> bytes:
+def bytes_digest(data: Buffer) -> bytes:
     """Return the digest of bytes."""
     return hashlib.sha256(data).digest()[:DIGEST_BYTES]
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from mlx_parallm.storage.disk import FILE_MODE
 from mlx_parallm.types.content import Buffer
 
-FILE_MODE = 0o600
 # MAX_PARTS: most buffers of a call of ``writev`` (IOV_MAX is 1,024 on Linux and macOS).
 MAX_PARTS = 1000
 # _PASSING: errors that say nothing of the file: the process lacks descriptors or memory.

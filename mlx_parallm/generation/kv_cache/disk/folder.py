@@ -16,10 +16,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mlx_parallm.storage.disk import FILE_MODE, FOLDER_MODE
 from mlx_parallm.types.errors import ConfigError
 
-FOLDER_MODE = 0o700
-FILE_MODE = 0o600
 LOCK = "lock"
 _WRITER = re.compile(r"[0-9a-f]{32}")
 _COUNTER_BYTES = 8
@@ -150,7 +149,7 @@ class WriterFolder:
 
     @property
     def is_there(self) -> bool:
-        """True if nobody removed or replaced it."""
+        """True if it was neither removed nor replaced."""
         return is_at(self._descriptor, self.path / LOCK)
 
     def close(self) -> None:
@@ -170,7 +169,7 @@ def new_writer(folder: Path) -> WriterFolder:
     path = folder / secrets.token_hex(16)
     path.mkdir(mode=FOLDER_MODE)
     taken = take_over(path)
-    assert taken is not None, "nobody else knows the new name"
+    assert taken is not None, "no other process knows the new name"
     return taken
 
 

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mlx_parallm.generation.kv_cache.disk.digests import DIGEST_BYTES, digest_of
+from mlx_parallm.generation.kv_cache.disk.digests import DIGEST_BYTES, bytes_digest
 from mlx_parallm.types.content import Buffer
 from mlx_parallm.types.errors import ParallmError
 
@@ -103,10 +103,10 @@ def pack_header(
     )
     num_bytes = header_bytes(len(blocks))
     fixed = _FIXED.pack(
-        MAGIC, num_bytes, len(blocks), put_ns, digest_of(owner.encode()), parent or _NO_PARENT
+        MAGIC, num_bytes, len(blocks), put_ns, bytes_digest(owner.encode()), parent or _NO_PARENT
     )
     packed = fixed + entries
-    return packed + digest_of(packed), Header(parent, put_ns, num_bytes, entries)
+    return packed + bytes_digest(packed), Header(parent, put_ns, num_bytes, entries)
 
 
 def header_size(fixed: bytes) -> int:
@@ -131,10 +131,10 @@ def unpack_header(packed: bytes, owner: str, file_bytes: int) -> Header:
     """
     num_bytes = header_size(packed[:FIXED_BYTES])
     body, digest = packed[:-DIGEST_BYTES], packed[-DIGEST_BYTES:]
-    if len(packed) != num_bytes or digest != digest_of(body):
+    if len(packed) != num_bytes or digest != bytes_digest(body):
         raise BadFileError("its header is damaged")
     _, _, _, put_ns, owned_by, parent = _FIXED.unpack(packed[:FIXED_BYTES])
-    if owned_by != digest_of(owner.encode()):
+    if owned_by != bytes_digest(owner.encode()):
         raise BadFileError("it has blocks of another model than its name says")
     parent = b"" if parent == _NO_PARENT else parent
     header = Header(parent, put_ns, num_bytes, body[FIXED_BYTES:])

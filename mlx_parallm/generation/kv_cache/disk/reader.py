@@ -171,7 +171,7 @@ class Readers:
         except (OSError, BadFileError) as problem:
             self._on_bad(piece.run, problem)
         except Exception:
-            # It says nothing of the file. The thread goes on: what nobody reads would be awaited.
+            # It says nothing of the file. The thread goes on: reads would be awaited without it.
             logger.exception("KV of %s could not be read", piece.run.path(self._folder))
         if len(piece.data) < len(piece.contents):
             fetch.end(piece.first + len(piece.data))

@@ -13,6 +13,7 @@ from mlx_parallm.generation.kv_cache.disk.clocks import Clocks
 from mlx_parallm.generation.kv_cache.disk.files import Files
 from mlx_parallm.generation.kv_cache.disk.folder import ChangeCounter, WriterFolder
 from mlx_parallm.generation.kv_cache.disk.runs import Run
+from mlx_parallm.storage.disk import FOLDER_MODE
 
 
 class SharedFolder:
@@ -148,7 +149,7 @@ class SharedFolder:
     def _check_device(self) -> None:
         """Raise OSError if another file system is where the folder was."""
         is_new = not self.path.exists()
-        self.path.mkdir(mode=folders.FOLDER_MODE, exist_ok=True)
+        self.path.mkdir(mode=FOLDER_MODE, exist_ok=True)
         device = self._files.device(self.path)
         is_other = self._device is not None and device != self._device
         if is_other and not folders.is_ours(self.path):

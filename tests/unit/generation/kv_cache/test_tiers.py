@@ -124,7 +124,7 @@ def test_a_block_that_waits_to_be_saved_is_not_lacked() -> None:
     assert not tiers.lacks(b"a")
 
 
-def test_what_was_read_for_nobody_is_not_kept() -> None:
+def test_what_no_save_waits_for_is_not_kept() -> None:
     two = Two()
     tiers = two.tiers()
     tiers.saves.add(Save(0, b"a", b"", is_drafted=False))
