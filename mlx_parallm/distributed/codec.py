@@ -232,7 +232,8 @@ def _add_rare(numbers: list[int], rows: Sequence[ScheduledSequence]) -> None:
     """Add what few rows have, for all rows."""
     for row in rows:
         sizes = (len(row.verify), len(row.target_ids), len(row.inputs), len(row.rope_offsets))
-        numbers += (*sizes, row.target_start if row.target_ids else 0)
+        numbers += (*sizes, row.target_start if row.target_ids else 0, len(row.kept_slots))
+        numbers += row.kept_slots
         for part in row.inputs:
             numbers += (part.slot, part.first_row, part.num_rows, part.offset)
         numbers += chain.from_iterable(row.rope_offsets)
@@ -241,7 +242,9 @@ def _add_rare(numbers: list[int], rows: Sequence[ScheduledSequence]) -> None:
 def _read_rare(numbers: NumberReader, rows: Sequence[Any]) -> None:
     """Give rows what ``_add_rare`` added."""
     for row in rows:
-        num_proposals, num_targets, num_inputs, num_offsets, row.target_start = numbers.take(5)
+        num_proposals, num_targets, num_inputs, num_offsets = numbers.take(4)
+        row.target_start, num_kept = numbers.take(2)
+        row.kept_slots = tuple(numbers.take(num_kept))
         row.verify = (STAND_IN,) * num_proposals
         row.target_ids = (0,) * num_targets
         row.inputs = tuple(_read_input(numbers) for _ in range(num_inputs))

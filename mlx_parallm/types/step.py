@@ -201,6 +201,10 @@ class ScheduledSequence:
             for a prefill chunk that does not end the prompt.
         verify: one entry per proposal at the end of ``token_ids``: how to choose the token that
             follows it. A choice counts only if all proposals before it were chosen too.
+        kept_slots: empty, or one state slot per proposal, see ``RunnerInfo.keeps_states``. The i-th
+            gets the state after the tokens before proposal i, so that a later ``state_copies``
+            can undo proposals that are refused from there on. The sequence's own slot gets the
+            state after all tokens.
         draft: tokens that the draft model runs, up to the last token that is no proposal; the draft
             model then makes the proposals that are ``PENDING_TOKEN``.
         prompt_logprobs: None, or how many likeliest tokens to report per target; -1 for all.
@@ -222,6 +226,7 @@ class ScheduledSequence:
     version: str = DEFAULT_VERSION
     sample: SampleSpec | None = None
     verify: tuple[SampleSpec, ...] = ()
+    kept_slots: tuple[int, ...] = ()
     draft: DraftInput | None = None
     prompt_logprobs: int | None = None
     target_ids: tuple[int, ...] = ()
@@ -254,6 +259,7 @@ class ScheduledSequence:
             token_ids=token_ids,
             sample=None,
             verify=(),
+            kept_slots=(),
             draft=None,
             prompt_logprobs=None,
             target_ids=(),
@@ -349,6 +355,8 @@ class RunnerInfo:
         weight_bytes: size of the weights, in bytes.
         has_state: True if the model keeps a state per sequence besides KV (recurrent, convolution);
             blocks do not hold that state, so prefixes cannot be reused.
+        keeps_states: True if a step can give the state after each token of a row with proposals,
+            see ``ScheduledSequence.kept_slots``.
         attention_backend: name of the attention backend in use.
         dtype: the dtype the model computes in.
         kv_cache_dtype: how KV is kept, as in ``CacheConfig``.
@@ -375,6 +383,7 @@ class RunnerInfo:
     input_width: int = 0
     input_kinds: tuple[InputKind, ...] = ()
     num_tower_stages: int = 1
+    keeps_states: bool = False
 
 
 class StepInFlight(Protocol):

@@ -130,7 +130,10 @@ class Steps:
         parts: dict[str, object] = {}
         draw = self.data.draw
         if count > 1 and draw(st.booleans()):
-            parts |= {"verify": (SPEC,) * draw(st.integers(1, count - 1)), "sample": SPEC}
+            num_proposals = draw(st.integers(1, count - 1))
+            parts |= {"verify": (SPEC,) * num_proposals, "sample": SPEC}
+            if draw(st.booleans()):
+                parts |= {"kept_slots": tuple(range(NUM_SLOTS, NUM_SLOTS + num_proposals))}
         elif draw(st.booleans()):
             start = draw(st.integers(0, count - 1))
             targets = tuple(range(50, 50 + draw(st.integers(1, count - start))))

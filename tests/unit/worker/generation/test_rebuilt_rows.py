@@ -42,6 +42,7 @@ VALUES: dict[str, Any] = {
     "version": "v8",
     "sample": SPEC,
     "verify": (replace(SPEC, position=8), replace(SPEC, position=9)),
+    "kept_slots": (12, 13),
     "draft": DraftInput(start=7, token_ids=(31, 32, 33)),
     "prompt_logprobs": 2,
     "target_ids": (41, 42),
@@ -58,6 +59,7 @@ OF_TOKENS = {"start", "token_ids", "inputs", "rope_offsets"}
 OF_CHOICE = {
     "sample",
     "verify",
+    "kept_slots",
     "draft",
     "prompt_logprobs",
     "target_ids",
@@ -65,7 +67,7 @@ OF_CHOICE = {
     "prompt_entropy",
 }
 #: Fields that ranks besides the first get as they are, and those that they get otherwise.
-SENT = (OF_SEQUENCE | OF_TOKENS | {"target_start"}) - {"version"}
+SENT = (OF_SEQUENCE | OF_TOKENS | {"target_start", "kept_slots"}) - {"version"}
 NOT_SENT = {
     "version": DEFAULT_VERSION,
     "sample": STAND_IN,
@@ -82,11 +84,14 @@ TOKENS = {"seq_id", "slot", "start", "token_ids", "block_table"}
 #: FROM_NOTHING: where rows are made from nothing: the fields that are set, and those that are not
 #: because the row has no adapter, is no part of a request, or gets them later.
 FROM_NOTHING: dict[str, tuple[set[str], set[str]]] = {
-    "generation/scheduler/sequence.py": (OF_SEQUENCE | OF_TOKENS | OF_CHOICE, set()),
+    "generation/scheduler/sequence.py": (
+        OF_SEQUENCE | OF_TOKENS | OF_CHOICE - {"kept_slots"},
+        {"kept_slots"},
+    ),
     "distributed/codec.py": (
         TOKENS | {"adapter_slot", "sample"},
         # The rare ones follow; see ``_read_rare``.
-        {"inputs", "rope_offsets", "verify", "target_ids", "target_start"}
+        {"inputs", "rope_offsets", "verify", "kept_slots", "target_ids", "target_start"}
         | {"version", "draft", "prompt_logprobs", "prompt_entropy"},
     ),
     "worker/generation/warm_up.py": (
@@ -140,6 +145,7 @@ class Rebuilt:
 COMPUTED: dict[str, Any] = {
     "sample": None,
     "verify": (),
+    "kept_slots": (),
     "draft": None,
     "prompt_logprobs": None,
     "target_ids": (),
