@@ -372,6 +372,8 @@ class GenerateRequest:
         model: a name the server knows the model by.
         adapter: the name of an adapter of the model; None for the model itself.
         prompt_ids: the prompt's tokens; never empty. ``INPUT_TOKEN`` at the rows of an input.
+        turn_start: the index into ``prompt_ids`` where the latest turn of the user begins; None if
+            unknown. A hint: the prompt of the next turn probably begins with what is before it.
         inputs: inputs besides tokens; their spans do not overlap.
         params: how tokens are chosen.
         priority: lower runs first, as in vLLM.
@@ -396,6 +398,7 @@ class GenerateRequest:
     adapter: str | None = None
     group: str | None = None
     inputs: tuple[ModelInput, ...] = ()
+    turn_start: int | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
