@@ -1,7 +1,7 @@
 """Tries every architecture of mlx_lm and of this package, and writes docs/models.md.
 
 ``python -m benchmarks.architectures``; ``--ranks 2`` tries those that several processes can compute
-together, and writes that section alone.
+together, and writes that section alone; ``--states`` writes the one on states alone.
 
 Each runs in a process of its own with tiny random float32 weights, through the same self-check that
 decides how a served model runs.
@@ -21,6 +21,7 @@ from typing import Any
 import mlx_lm
 import mlx_lm.models
 
+from benchmarks import states
 from benchmarks.architectures_over_ranks import (
     section,
     section_of,
@@ -217,6 +218,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/models.md"))
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--ranks", type=int, help="try architectures over so many ranks instead")
+    parser.add_argument("--states", action="store_true", help="write the section on states alone")
     options = parser.parse_args()
     if options.one:
         print(json.dumps(try_one(options.one)))
@@ -225,12 +227,17 @@ def main() -> None:
     if options.ranks:
         options.output.write_text(with_section(old, _over_ranks(options.ranks)))
         return
+    states_section = states.section(names())
+    if options.states:
+        options.output.write_text(states.with_section(old, states_section))
+        return
     results = {}
     with ThreadPoolExecutor(options.jobs) as pool:
         for name, result in zip(names(), pool.map(run_one, names()), strict=True):
             results[name] = result
             print(name, result, flush=True)
-    options.output.write_text(with_section(page(results), section_of(old)))
+    written = states.with_section(page(results), states_section)
+    options.output.write_text(with_section(written, section_of(old)))
 
 
 def _over_ranks(size: int) -> str:

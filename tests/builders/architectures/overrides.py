@@ -47,7 +47,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "exaone": {"num_layers": 4},
     "exaone4": {"rope_scaling": None, "sliding_window_pattern": "LLGL"},
     "exaone_moe": {"layer_types": LAST_ONE_FULL, "is_moe_layer": [False, True, True, True]},
-    "gear": {"layer_types": SLIDING},
+    "gear": {"layer_types": ["conv_mixer", *SLIDING[:2], "conv_mixer"]},
     "gemma3": {
         "text_config": {
             "model_type": "gemma3_text",
@@ -248,7 +248,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "mlp_hidden_size": 128,
         "embedding_size": VOCAB_SIZE,
     },
-    "olmo_hybrid": {"linear_allow_neg_eigval": True, "layer_types": SLIDING},
+    "olmo_hybrid": {
+        "linear_allow_neg_eigval": True,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
     "opt": {"ffn_dim": 96, "tie_word_embeddings": True},
     "openelm": {
         "num_transformer_layers": 4,
