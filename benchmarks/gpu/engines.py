@@ -40,7 +40,15 @@ from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.load.runner import make_draft, make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.generation.warm_up import WarmUp
-from mlx_parallm.worker.ops import Op, Pending, ReadBlocks, Step, WriteBlocks
+from mlx_parallm.worker.ops import (
+    Op,
+    Pending,
+    ReadBlocks,
+    ReadStates,
+    Step,
+    WriteBlocks,
+    WriteStates,
+)
 from tests.builders.random_models import RandomModel, flatten
 
 #: ``STEP_TOKENS``: the token budget of a step.
@@ -104,6 +112,10 @@ class OneRunner:
                 return self._runner.read_blocks(op.blocks)
             case WriteBlocks():
                 return self._runner.write_blocks(op.blocks, op.data)
+            case ReadStates():
+                return self._runner.read_states(op.slots)
+            case WriteStates():
+                return self._runner.write_states(op.slots, op.data)
             case _:
                 raise NotImplementedError(op)
 

@@ -26,9 +26,11 @@ from mlx_parallm.worker.ops import (
     PrepareWeights,
     PutTensors,
     ReadBlocks,
+    ReadStates,
     StageAdapter,
     Step,
     WriteBlocks,
+    WriteStates,
 )
 from mlx_parallm.worker.worker import Worker
 
@@ -37,7 +39,7 @@ logger = logging.getLogger(__name__)
 # UNSETTLED: ops that rank 0 applies while a step is in flight.
 UNSETTLED = (
     *(AddAdapter, ComputeInputs, DropAdapter, DropInputs, DropTensors),
-    *(PrepareWeights, PutTensors, ReadBlocks, StageAdapter, WriteBlocks),
+    *(PrepareWeights, PutTensors, ReadBlocks, ReadStates, StageAdapter, WriteBlocks, WriteStates),
 )
 # VERDICTS: ops whose result rank 0 waits for, and which any rank may refuse.
 VERDICTS = (Load, Allocate, AddAdapter, PrepareWeights)

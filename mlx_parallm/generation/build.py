@@ -334,6 +334,7 @@ def _identity(loaded: _Loaded, plan: GenerationPlan, ranks: Ranks | None) -> Ide
         block_size=info.block_size,
         attention=info.attention_backend,
         block_layout=plan.block_layout,
+        state_layout=plan.state_layout,
         rank=0 if ranks is None else ranks.rank,
         world_size=1 if ranks is None else ranks.size,
     )

@@ -15,6 +15,7 @@ from mlx_parallm.types.model_input import HostArray, InputStages
 from mlx_parallm.types.step import (
     NO_MOVES,
     PIECE_BLOCKS,
+    PIECE_STATES,
     Moves,
     Runner,
     ScheduledBatch,
@@ -29,8 +30,10 @@ from mlx_parallm.worker.ops import (
     DropTensors,
     Pending,
     ReadBlocks,
+    ReadStates,
     Step,
     WriteBlocks,
+    WriteStates,
     tensor_ops,
 )
 from mlx_parallm.worker.worker import Worker
@@ -63,15 +66,9 @@ class DeviceRunner(Runner):
 
     def _submit_after(self, moves: Moves, batch: ScheduledBatch) -> StepInFlight:
         """Begin the moves, then the step if the batch has sequences."""
-        # A block that is saved may be filled, or the step may write it.
-        reads = [
-            self._worker.begin(ReadBlocks(model=self._model, blocks=blocks))
-            for blocks, _ in _pieces(moves.saved)
-        ]
-        writes = [
-            self._worker.begin(WriteBlocks(model=self._model, blocks=blocks, data=data))
-            for blocks, data in _pieces(moves.filled)
-        ]
+        # What is saved may be filled, or the step may write it.
+        reads = [self._worker.begin(op) for op in self._reads(moves)]
+        writes = [self._worker.begin(op) for op in self._writes(moves)]
         self._change_inputs(moves)
         step: StepInFlight = (
             self._worker.begin(Step(model=self._model, batch=batch))
@@ -80,7 +77,20 @@ class DeviceRunner(Runner):
         )
         if not reads and not writes:
             return step
-        return _StepAfterMoves(step, reads, writes, [content for _, content in moves.saved])
+        contents = [content for _, content in moves.saved + moves.saved_states]
+        return _StepAfterMoves(step, reads, writes, contents)
+
+    def _reads(self, moves: Moves) -> Iterator[ReadBlocks | ReadStates]:
+        for blocks, _ in _pieces(moves.saved, PIECE_BLOCKS):
+            yield ReadBlocks(model=self._model, blocks=blocks)
+        for slots, _ in _pieces(moves.saved_states, PIECE_STATES):
+            yield ReadStates(model=self._model, slots=slots)
+
+    def _writes(self, moves: Moves) -> Iterator[WriteBlocks | WriteStates]:
+        for blocks, data in _pieces(moves.filled, PIECE_BLOCKS):
+            yield WriteBlocks(model=self._model, blocks=blocks, data=data)
+        for slots, data in _pieces(moves.filled_states, PIECE_STATES):
+            yield WriteStates(model=self._model, slots=slots, data=data)
 
     def _change_inputs(self, moves: Moves) -> None:
         if moves.dropped:
@@ -118,13 +128,13 @@ class DeviceRunner(Runner):
 
 @dataclass(frozen=True, slots=True)
 class _StepAfterMoves(StepInFlight):
-    """A step, and the moves of blocks that were begun before it.
+    """A step, and the moves of blocks and states that were begun before it.
 
     Attributes:
         step: the step.
         reads: what is saved.
         writes: what is filled.
-        contents: the contents of the blocks that are saved.
+        contents: the contents of what is saved.
     """
 
     step: StepInFlight
@@ -143,12 +153,12 @@ class _StepAfterMoves(StepInFlight):
 
 
 def _pieces(
-    pairs: Sequence[tuple[int, T]],
+    pairs: Sequence[tuple[int, T]], most: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[T, ...]]]:
-    """Yield blocks and what belongs to them, ``PIECE_BLOCKS`` at a time."""
-    for first in range(0, len(pairs), PIECE_BLOCKS):
-        blocks, others = zip(*pairs[first : first + PIECE_BLOCKS], strict=True)
-        yield blocks, others
+    """Yield blocks or slots and what belongs to them, at most so many at a time."""
+    for first in range(0, len(pairs), most):
+        places, others = zip(*pairs[first : first + most], strict=True)
+        yield places, others
 
 
 def _host_tensor(array: HostArray) -> HostTensor:

@@ -97,6 +97,17 @@ def block_hash(parent: bytes, token_ids: Sequence[int], inputs: bytes = b"") -> 
     return digest.digest()
 
 
+def state_content(root: bytes, link: bytes) -> bytes:
+    """Return the content, in stores, of the state after a prefix.
+
+    Args:
+        root: the lasting root of the prefix.
+        link: the hash of the block that it ends with.
+    """
+    digest = hashlib.blake2b(link, digest_size=BLOCK_DIGEST_BYTES, person=b"state")
+    return root + digest.digest()
+
+
 @dataclass(slots=True, eq=False)
 class PendingContent:
     """A lasting content that becomes known later, if at all; any thread may set and ask it.
@@ -110,7 +121,7 @@ class PendingContent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """All that decides the bytes of a KV block, besides the weights and what the block is of.
+    """All that decides the bytes of KV blocks and states, besides weights and what they are of.
 
     Attributes:
         config: the model's whole configuration, as it was understood.
@@ -123,6 +134,7 @@ class Identity:
         block_size: tokens per block.
         attention: name of the attention backend.
         block_layout: the form of a block's bytes in that backend.
+        state_layout: the form of a state's bytes; empty for models without one.
         rank: number of this process in its world.
         world_size: processes that have a part of each block.
     """
@@ -137,6 +149,7 @@ class Identity:
     block_size: int
     attention: str
     block_layout: str
+    state_layout: str
     rank: int
     world_size: int
 

@@ -19,6 +19,8 @@ from mlx_parallm.types.request import DEFAULT_VERSION, SamplingParams
 
 #: ``PIECE_BLOCKS``: most blocks that one op reads or writes.
 PIECE_BLOCKS = 64
+#: ``PIECE_STATES``: most states that one op reads or writes; one takes as much as many blocks.
+PIECE_STATES = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +30,19 @@ class Moves:
     Attributes:
         saved: pairs of a KV block and its content. What the block holds before all that follows
             comes back with the step's output.
+        saved_states: pairs of a slot and the content of its state, which comes back likewise.
         filled: pairs of a KV block, each at most once, and the bytes that it shall hold.
+        filled_states: pairs of a slot, each at most once, and the bytes of the state that it shall
+            have.
         dropped: input slots whose product is not needed, computed or not.
         abandoned: numbers of runs of inputs that do not go on.
         stages: what is computed of inputs.
     """
 
     saved: tuple[tuple[int, bytes], ...] = ()
+    saved_states: tuple[tuple[int, bytes], ...] = ()
     filled: tuple[tuple[int, Buffer], ...] = ()
+    filled_states: tuple[tuple[int, Buffer], ...] = ()
     dropped: tuple[int, ...] = ()
     abandoned: tuple[int, ...] = ()
     stages: tuple[InputStages, ...] = ()
@@ -43,7 +50,12 @@ class Moves:
     @property
     def take_time(self) -> bool:
         """True if the step takes longer than its rows do."""
-        return bool(self.saved or self.filled or self.stages)
+        return bool(self.moves_rows or self.stages)
+
+    @property
+    def moves_rows(self) -> bool:
+        """True if blocks or states are saved or filled."""
+        return bool(self.saved or self.saved_states or self.filled or self.filled_states)
 
     @property
     def tokens(self) -> float:
@@ -56,7 +68,7 @@ class Moves:
         return sum(source.cost for each in self.stages for source in each.begun)
 
     def __bool__(self) -> bool:
-        return bool(self.saved or self.filled or self.dropped or self.abandoned or self.stages)
+        return bool(self.moves_rows or self.dropped or self.abandoned or self.stages)
 
 
 NO_MOVES = Moves()
@@ -330,7 +342,8 @@ class StepOutput:
             ``failed``; one more entry for each accepted proposal.
         prompt_logprobs: by ``seq_id``, one entry per ``target_ids`` of that sequence.
         failed: by ``seq_id``, why this sequence (and only it) could not be run.
-        saved: the contents of the batch's ``Moves.saved``, each with the bytes that its block held.
+        saved: the contents of the batch's ``Moves.saved``, then of ``Moves.saved_states``, each
+            with the bytes that its block or its slot held.
     """
 
     tokens: tuple[SampledToken, ...]

@@ -176,6 +176,40 @@ class WriteBlocks(Op[None]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReadStates(Op[tuple[Buffer, ...]]):
+    """Return the states in some slots, a row of bytes for each: all arrays of all caches, in order.
+
+    They are read as the steps that were begun before leave them, see ``ReadBlocks``. Raises
+    StepError if the model keeps no state by slot, or a slot has none.
+
+    Attributes:
+        model: the model.
+        slots: the slots, at least one.
+    """
+
+    model: str
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteStates(Op[None]):
+    """Make slots have, bit for bit, the states that ``ReadStates`` returned.
+
+    The bytes may come from another process, as those of ``WriteBlocks``, for a model with an equal
+    ``GenerationPlan.state_layout``. Raises StepError if a row has another size than a state.
+
+    Attributes:
+        model: the model.
+        slots: the slots, at least one, each once.
+        data: a row for each.
+    """
+
+    model: str
+    slots: tuple[int, ...]
+    data: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeInputs(Op[None]):
     """Compute the products of inputs besides tokens; later steps name their slots.
 

@@ -35,7 +35,15 @@ from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.load.runner import make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
-from mlx_parallm.worker.ops import Op, Pending, ReadBlocks, Step, WriteBlocks
+from mlx_parallm.worker.ops import (
+    Op,
+    Pending,
+    ReadBlocks,
+    ReadStates,
+    Step,
+    WriteBlocks,
+    WriteStates,
+)
 from mlx_parallm.worker.weights.loader import LoadedModel
 from tests.compiled_attention import AheadAttention, CompiledAttention
 from tests.integration.test_parity_generate import build_model, loaded_model, random_prompt
@@ -69,6 +77,10 @@ class OneModel:
                 return self.runner.read_blocks(op.blocks)
             case WriteBlocks():
                 return self.runner.write_blocks(op.blocks, op.data)
+            case ReadStates():
+                return self.runner.read_states(op.slots)
+            case WriteStates():
+                return self.runner.write_states(op.slots, op.data)
             case _:
                 raise AssertionError(op)
 
@@ -315,6 +327,6 @@ def test_moves_in_flight_are_lost_when_the_device_fails(*, is_fill: bool) -> Non
     before = runner.read_blocks([7]).wait()
     pending: Any = runner.write_blocks([7], before) if is_fill else runner.read_blocks([7])
     runner._faults.note(RuntimeError(f"{LATE}: Insufficient Memory."))
-    with pytest.raises(StepError, match="while blocks were moved"):
+    with pytest.raises(StepError, match="states were moved"):
         pending.wait()
     assert runner.read_blocks([7]).wait() == before

@@ -219,7 +219,7 @@ class Planner:
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
         """Learn from a step that has ended; ``seconds`` is the time that it took."""
         tiers, moves = self._kv.tiers, batch.moves
-        if moves.saved or moves.filled:
+        if moves.moves_rows:
             return
         # Rows of one token come first, and most steps have no others.
         rows = batch.sequences

@@ -18,7 +18,7 @@ from mlx_parallm.worker.generation.cache_layout import (
     KVLayout,
     ListLayout,
     StateLayout,
-    leaves,
+    state_layouts,
 )
 from mlx_parallm.worker.generation.paged_cache import (
     KVPools,
@@ -164,7 +164,7 @@ class CacheViews:
         self._pools = pools
         self._backend = backend
         #: The states of all sequences.
-        self.states = StateStore([layout.num_entries for layout in _states(layouts)])
+        self.states = StateStore(state_layouts(layouts))
         #: True once a group has got a view of keys and values.
         self.has_gathered = False
 
@@ -211,10 +211,6 @@ class CacheViews:
 def is_packed_cache(value: Any) -> bool:
     """True if a value is a cache made by ``CacheViews.packed``."""
     return isinstance(value, CacheParts | PackedStateCache | SplitLayerCache)
-
-
-def _states(layouts: tuple[CacheLayout, ...]) -> list[StateLayout]:
-    return [layout for layout in leaves(layouts) if isinstance(layout, StateLayout)]
 
 
 def _window(layout: CacheLayout) -> int | None:

@@ -30,12 +30,14 @@ from mlx_parallm.worker.device.faults import DeviceFaults
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.block_moves import BlockMoves
 from mlx_parallm.worker.generation.draft_model import DraftModel
+from mlx_parallm.worker.generation.host_moves import HostMoves
 from mlx_parallm.worker.generation.inputs.forward import InputForward
 from mlx_parallm.worker.generation.inputs.runs import InputComputer
 from mlx_parallm.worker.generation.live_model import LiveModel
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
 from mlx_parallm.worker.generation.rank_steps import RankTokens
+from mlx_parallm.worker.generation.state_moves import StateMoves
 from mlx_parallm.worker.generation.step_rows import (
     Constraints,
     GrammarRows,
@@ -258,13 +260,9 @@ class ModelRunner(Runner):
         self._tokens = PendingTokens()
         self._latest: ModelStep | None = None
         pools = [path.pools, None if draft is None else draft.pools]
-        self._moves = BlockMoves(
-            [each for each in pools if each is not None],
-            ranks,
-            faults,
-            self._recovering,
-            runs_ahead=info.runs_ahead,
-        )
+        self._moves = HostMoves(ranks, faults, self._recovering, runs_ahead=info.runs_ahead)
+        self._blocks = BlockMoves([each for each in pools if each is not None], self._moves)
+        self._states = StateMoves(path.states, self._moves)
 
     @property
     def prepares_shapes(self) -> bool:
@@ -295,22 +293,35 @@ class ModelRunner(Runner):
     def reserve_host_memory(self, num_bytes: int) -> None:
         """Have host memory ready for so many bytes of blocks.
 
+        A model with a state has rows of two sizes, so memory is taken as they come.
+
         Raises:
             StepError: there is not so much.
         """
-        self._moves.reserve(num_bytes)
+        if not self.info.has_state:
+            self._moves.reserve(self._blocks.block_bytes, num_bytes)
 
     def read_blocks(self, blocks: Sequence[int]) -> Pending[tuple[Buffer, ...]]:
         """Begin to read KV blocks, as the steps before leave them; see ``ReadBlocks``."""
         with self._recovering():
-            return self._moves.read(blocks)
+            return self._blocks.read(blocks)
 
     def write_blocks(self, blocks: Sequence[int], data: Sequence[Buffer]) -> Pending[None]:
         """Begin to write KV blocks, before the steps that follow; see ``WriteBlocks``."""
         with self._recovering():
             if self._is_reading(blocks):
                 self._end_latest()
-            return self._moves.write(blocks, data)
+            return self._blocks.write(blocks, data)
+
+    def read_states(self, slots: Sequence[int]) -> Pending[tuple[Buffer, ...]]:
+        """Begin to read states, as the steps before leave them; see ``ReadStates``."""
+        with self._recovering():
+            return self._states.read(slots)
+
+    def write_states(self, slots: Sequence[int], data: Sequence[Buffer]) -> Pending[None]:
+        """Begin to write states, before the steps that follow; see ``WriteStates``."""
+        with self._recovering():
+            return self._states.write(slots, data)
 
     @contextmanager
     def _recovering(self) -> Generator[None]:

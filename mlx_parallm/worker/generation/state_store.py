@@ -10,6 +10,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_parallm.worker.generation.cache_layout import StateLayout
+
 #: States by cache, then by entry: an array ``[B, ...]``, or None for an entry not yet written.
 States = list[list[Any]]
 
@@ -34,11 +36,14 @@ class StateStore:
 
     Rows that were last computed together stay in one array, so that nothing is copied while the
     members of a decode group do not change.
+
+    Attributes:
+        layouts: the layouts of the caches, in order.
     """
 
-    def __init__(self, num_entries: Sequence[int]) -> None:
-        """Begin without states; ``num_entries`` has the number of arrays in each cache."""
-        self._num_entries = tuple(num_entries)
+    def __init__(self, layouts: Sequence[StateLayout]) -> None:
+        """Begin without states; ``layouts`` are those of the caches."""
+        self.layouts = tuple(layouts)
         # The row of each slot: the batch that has it, and its index there.
         self._rows: dict[int, tuple[StateBatch, int]] = {}
         self._written: list[mx.array] = []
@@ -46,7 +51,7 @@ class StateStore:
     @property
     def has_state(self) -> bool:
         """True if the model has caches with a state at all."""
-        return bool(self._num_entries)
+        return bool(self.layouts)
 
     def forget(self) -> None:
         """Forget the states of all slots."""
@@ -56,14 +61,14 @@ class StateStore:
     def reset(self, slot: int) -> States:
         """Forget a slot's state, and return that of a new sequence: None for each entry."""
         self._rows.pop(slot, None)
-        return [[None] * count for count in self._num_entries]
+        return [[None] * len(layout.entries) for layout in self.layouts]
 
     def fetch(self, slots: Sequence[int], num_rows: int | None = None) -> States:
         """Return the states of these slots, stacked along axis 0; None entries if they have none.
 
         ``num_rows`` may exceed the number of slots; the contents of the rows beyond are undefined.
         """
-        if not self._num_entries:
+        if not self.layouts:
             return []
         num_rows = num_rows or len(slots)
         rows = [self._rows[slot] for slot in slots if slot in self._rows]
@@ -81,9 +86,16 @@ class StateStore:
         self._release(slots, {id(batch) for batch, _ in rows})
         return _stack(rows, num_rows)
 
+    def peek(self, slot: int) -> States | None:
+        """Return the state of a slot, with one row; None if it has none. Nothing is copied."""
+        if slot not in self._rows:
+            return None
+        batch, row = self._rows[slot]
+        return [[_sliced(array, [row]) for array in entries] for entries in batch.states]
+
     def commit(self, slots: Sequence[int], states: States, num_rows: int | None = None) -> None:
         """Keep states; their first rows become the states of these slots, in order."""
-        if not self._num_entries:
+        if not self.layouts:
             return
         batch = StateBatch(states, num_rows or len(slots), len(slots))
         for row, slot in enumerate(slots):

@@ -17,9 +17,12 @@ from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.types.content import (
     Identity,
     PendingContent,
+    block_hash,
     digest_of,
     kv_content,
     passing_content,
+    root_hash,
+    state_content,
     updated_content,
 )
 from mlx_parallm.types.request import BaseWeights, PolicyWeights, WeightsVersion
@@ -36,6 +39,7 @@ IDENTITY = Identity(
     block_size=16,
     attention="reference",
     block_layout="heads-1",
+    state_layout="float32[3, 64] float32[4, 16, 16]",
     rank=0,
     world_size=1,
 )
@@ -56,6 +60,7 @@ OTHERS: dict[str, Sequence[Any]] = {
     "block_size": [32],
     "attention": ["metal"],
     "block_layout": ["heads-2"],
+    "state_layout": ["bfloat16[3, 64] float32[4, 16, 16]", "float32[4, 16, 16] float32[3, 64]", ""],
     "rank": [1],
     "world_size": [2],
 }
@@ -107,6 +112,19 @@ def test_configs_are_distinguished_whatever_the_order_of_their_keys(
     assert (digests[0] == digests[1]) is (typed(first) == typed(other))
     backwards = dict(reversed(first.items()))
     assert replace(IDENTITY, config=backwards).digest == digests[0]
+
+
+def test_the_state_after_a_block_has_a_content_of_its_own() -> None:
+    roots = [root_hash(b"one"), root_hash(b"other")]
+    links = [block_hash(roots[0], [1, 2]), block_hash(roots[1], [1, 3])]
+    contents = {
+        name(root, link)
+        for name in (state_content, bytes.__add__)
+        for root in roots
+        for link in links
+    }
+    assert len(contents) == 8
+    assert {len(content) for content in contents} == {32}
 
 
 def test_an_identity_is_the_same_in_another_process() -> None:

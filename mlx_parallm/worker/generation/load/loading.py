@@ -16,7 +16,12 @@ from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_ba
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.device.ranks import Ranks
-from mlx_parallm.worker.generation.cache_layout import CacheLayout, kv_shapes, probe_layout
+from mlx_parallm.worker.generation.cache_layout import (
+    CacheLayout,
+    kv_shapes,
+    probe_layout,
+    state_form,
+)
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.load.plan import DecoderChoices, GenerationPlan, GenerationSpec
@@ -40,11 +45,13 @@ from mlx_parallm.worker.ops import (
     PrepareWeights,
     ReadAdapter,
     ReadBlocks,
+    ReadStates,
     Sleep,
     StageAdapter,
     Step,
     Wake,
     WriteBlocks,
+    WriteStates,
 )
 from mlx_parallm.worker.weights.loader import CastRule, LoadedModel, load_model
 from mlx_parallm.worker.worker import Device, Loader, Tensors, TrainingSessions, WorkerModel
@@ -152,6 +159,7 @@ def _read(
         weight_bytes=loaded.weight_bytes,
         choices=choices,
         block_layout=attention.backend.block_layout,
+        state_layout=state_form(layouts),
     )
     return _Weights(spec, loaded, layouts, attention, plan, earlier)
 
@@ -224,10 +232,8 @@ class GeneratorModel(WorkerModel):
             case ComputeInputs():
                 arrays = [tensors[handle] for handle in op.handles]
                 return self._runner.inputs.begin(op.slots, op.kind, arrays)
-            case ReadBlocks():
-                return self._runner.read_blocks(op.blocks)
-            case WriteBlocks():
-                return self._runner.write_blocks(op.blocks, op.data)
+            case ReadBlocks() | WriteBlocks() | ReadStates() | WriteStates():
+                return self._move(op)
             case DropInputs():
                 return Done(self._runner.inputs.features.drop(op.slots))
             case Allocate():
@@ -240,6 +246,17 @@ class GeneratorModel(WorkerModel):
                 return Done(self._change(op))
             case _:
                 return self._train(op)
+
+    def _move(self, op: ReadBlocks | WriteBlocks | ReadStates | WriteStates) -> Pending[Any]:
+        match op:
+            case ReadBlocks():
+                return self._runner.read_blocks(op.blocks)
+            case WriteBlocks():
+                return self._runner.write_blocks(op.blocks, op.data)
+            case ReadStates():
+                return self._runner.read_states(op.slots)
+            case WriteStates():
+                return self._runner.write_states(op.slots, op.data)
 
     def _train(self, op: Any) -> Pending[Any]:
         """Begin an op of a training session."""

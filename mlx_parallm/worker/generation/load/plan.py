@@ -65,6 +65,7 @@ class GenerationPlan:
         weight_bytes: the size of its weights, in bytes.
         choices: the choices made by trying.
         block_layout: the form of a block's bytes, see ``AttentionBackend``.
+        state_layout: the form of a state's bytes, see ``state_form``; empty if there is none.
         draft: the choices for its draft model; None if it has none, or before ``Allocate``.
         info: facts about the model; None before ``Allocate``.
         prepares_shapes: True if the first step of each shape takes longer than later ones, so that
@@ -77,6 +78,7 @@ class GenerationPlan:
     weight_bytes: int
     choices: DecoderChoices
     block_layout: str
+    state_layout: str
     draft: DecoderChoices | None = None
     info: RunnerInfo | None = None
     prepares_shapes: bool = False

@@ -89,6 +89,11 @@ class AlonePath(ForwardPath):
     def pools(self) -> None:
         return None
 
+    @property
+    @override
+    def states(self) -> None:
+        return None
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Do nothing: the KV is in the caches of the slots."""
         del pairs

@@ -89,6 +89,11 @@ class ForwardPath(Protocol):
         """Return the KV of all layers by block; None if sequences have caches of their own."""
         ...
 
+    @property
+    def states(self) -> StateStore | None:
+        """Return what sequences have besides KV, by slot; None if they have caches of their own."""
+        ...
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy KV blocks ``(source, target)`` in every layer."""
         ...
@@ -156,6 +161,11 @@ class PooledPath(ForwardPath):
     @override
     def pools(self) -> KVPools:
         return self._pools
+
+    @property
+    @override
+    def states(self) -> StateStore:
+        return self._states
 
     @override
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

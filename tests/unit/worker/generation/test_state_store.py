@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_parallm.worker.generation.cache_layout import StateLayout
 from mlx_parallm.worker.generation.state_store import GroupStateCache, States, StateStore
+
+
+def store_of(*num_entries: int) -> StateStore:
+    """Return a store of the states of caches with so many arrays."""
+    return StateStore([StateLayout((None,) * count) for count in num_entries])
 
 
 def rows_of(store: StateStore, slots: Sequence[int], num_rows: int | None = None) -> list[float]:
@@ -25,7 +31,7 @@ def full(value: float) -> States:
 
 
 def test_state_follows_its_slot_through_changing_groups() -> None:
-    store = StateStore([1])
+    store = store_of(1)
     for slot in range(3):
         store.commit([slot], full(slot))
     states = store.fetch([2, 0, 1])
@@ -40,7 +46,7 @@ def test_state_follows_its_slot_through_changing_groups() -> None:
 
 
 def test_copied_state_goes_its_own_way_and_a_fresh_slot_has_none() -> None:
-    store = StateStore([1])
+    store = store_of(1)
     store.commit([0], full(0))
     store.copy(0, 1)
     store.commit([0], full(1))
@@ -52,7 +58,7 @@ def test_copied_state_goes_its_own_way_and_a_fresh_slot_has_none() -> None:
 
 
 def test_whoever_left_the_end_of_a_padded_batch_keeps_none_of_the_others_rows() -> None:
-    store = StateStore([1])
+    store = store_of(1)
     first = [[mx.arange(8.0).reshape(4, 2)]]
     gone = weakref.ref(first[0][0])
     store.commit(range(4), first, 4)
@@ -68,7 +74,7 @@ def test_whoever_left_the_end_of_a_padded_batch_keeps_none_of_the_others_rows() 
 
 
 def test_a_group_that_stays_the_same_copies_nothing() -> None:
-    store = StateStore([2, 1])
+    store = store_of(2, 1)
     kept: States = [[mx.zeros((4, 2)), None], [mx.ones((4, 3))]]
     store.commit([5, 1, 7], kept, 4)
     store.take_written()
@@ -81,18 +87,18 @@ def test_a_group_that_stays_the_same_copies_nothing() -> None:
         store.commit([5, 1, 7], states, 4)
     assert len(store.take_written()) == 4
     # A model that has no states is never asked for any.
-    assert StateStore(()).fetch([0, 1]) == []
+    assert store_of().fetch([0, 1]) == []
 
 
 def test_what_is_fetched_may_be_changed_in_place() -> None:
-    store = StateStore([1])
+    store = store_of(1)
     store.commit([0], full(3))
     store.fetch([0])[0][0] = None
     assert rows_of(store, [0]) == [3]
 
 
 def test_the_rows_of_others_do_not_keep_an_array_that_is_retired() -> None:
-    store = StateStore([1])
+    store = store_of(1)
     whole = mx.arange(8.0).reshape(4, 2)
     store.commit([0, 1, 2, 3], [[whole]])
     store.take_written()
@@ -117,7 +123,7 @@ def test_any_order_of_steps_keeps_every_slots_own_state(
     steps: list[tuple[str, list[int], int]],
 ) -> None:
     """Each slot counts its steps; a dictionary says what it should have."""
-    store, wanted = StateStore([1, 1]), dict[int, float]()
+    store, wanted = store_of(1, 1), dict[int, float]()
     for kind, order, extra in steps:
         first, second, *_ = order
         if kind == "copy" and first in wanted:
