@@ -43,7 +43,7 @@ from mlx_parallm.types.events import (
 )
 from mlx_parallm.types.pooling import PoolRequest
 from mlx_parallm.types.request import GenerateRequest
-from mlx_parallm.types.step import TokenLogprob
+from mlx_parallm.types.step import RunnerInfo, TokenLogprob
 from tests.api_app import make_app
 from tests.fake_control import FakeControl
 from tests.fakes import EOS, ByteTokenizer, make_info
@@ -153,7 +153,9 @@ class FakeStream:
 class FakeEngine:
     """Implements ``EngineClient``; tests set what comes next and see what was asked."""
 
-    def __init__(self, tokenizer: ByteTokenizer | None = None) -> None:
+    def __init__(
+        self, tokenizer: ByteTokenizer | None = None, *, info: RunnerInfo | None = None
+    ) -> None:
         self.script: Script = write("hello")
         self.refusal: ParallmError | None = None
         self.is_dead = False
@@ -174,7 +176,7 @@ class FakeEngine:
             root="/models/fake",
             created=1,
             tokenizer=tokenizer or ByteTokenizer(),
-            info=make_info(),
+            info=info or make_info(),
             tool_format=HERMES,
             reasoning_format=THINK,
         )

@@ -17,6 +17,7 @@ from mlx_parallm.generation.remote_grammars import RemoteGrammars
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.images.form import ImageForm
+from mlx_parallm.images.latest_turn import SpecialTokens
 from mlx_parallm.images.prompt import text_prompt
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.registry import reasoning_format, tool_format
@@ -281,6 +282,15 @@ class GenerationModel(ServedModel):
     def template_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Return the template's variables: the model's default ones, and a request's over them."""
         return self.tokenizer.template_variables(variables, self.chat_template_kwargs)
+
+    @property
+    def turn_marks(self) -> SpecialTokens | None:
+        """Tokens that find where a prompt's latest turn begins; None if no engine asks for it.
+
+        Only of a state must it be known before where later prompts will agree: blocks of KV are
+        found at every length.
+        """
+        return self.tokenizer if self.info.has_state else None
 
     def vocabulary_string(self, token_id: int) -> str:
         """Return a token as it is written in the vocabulary."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mlx_parallm.images.form import ImageForm
+from mlx_parallm.images.latest_turn import SpecialTokens, tokens_before, turn_place
 from mlx_parallm.images.processor import PreparedImage, host_array
 from mlx_parallm.types.content import digest_of
 from mlx_parallm.types.errors import InvalidRequestError
@@ -43,11 +45,13 @@ class ImagePrompt(NamedTuple):
         text: the conversation, with one feature token per run.
         token_ids: its tokens, with all feature tokens.
         inputs: the images, in order.
+        turn_start: how many tokens are before the latest turn of the user; None if unknown.
     """
 
     text: str
     token_ids: tuple[int, ...]
     inputs: tuple[ModelInput, ...] = ()
+    turn_start: int | None = None
 
 
 def image_prompt(
@@ -57,6 +61,7 @@ def image_prompt(
     *,
     render: Render,
     encode: Callable[[str], Sequence[int]],
+    marks: SpecialTokens | None = None,
 ) -> ImagePrompt:
     """Return a conversation with images as tokens and inputs.
 
@@ -66,23 +71,39 @@ def image_prompt(
         form: how the model takes images.
         render: see ``Render``.
         encode: tokenises a text without adding special tokens.
+        marks: the tokenizer's special tokens, to find ``turn_start``; None: it is not wanted.
 
     Raises:
         InvalidRequestError: the template does not write each image once (param "messages").
     """
     typed = TypedMarks(form)
-    pieces = render(typed.messages(messages), typed.hide).split(form.family.placeholder)
-    if len(pieces) != len(images) + 1:
+    shown = typed.messages(messages)
+    rendered = render(shown, typed.hide)
+    num_written = rendered.count(form.family.placeholder)
+    if num_written != len(images):
         raise InvalidRequestError(
-            f"The chat template writes {len(pieces) - 1} images of {len(images)}.",
-            param="messages",
+            f"The chat template writes {num_written} images of {len(images)}.", param="messages"
         )
-    # Each image is written between the texts around it.
-    text = pieces[0] + "".join(
-        image.written.text + after for image, after in zip(images, pieces[1:], strict=True)
+    text = _with_images(rendered, images, form)
+    prompt = with_runs(typed.shown(text), typed.encode(text, encode), images, form)
+    if marks is None:
+        return prompt
+    place = turn_place(rendered, shown, lambda other: render(other, typed.hide))
+    if place is None:
+        return prompt
+    place = len(_with_images(rendered[:place], images, form))
+    return prompt._replace(
+        turn_start=tokens_before(
+            text, place, prompt.token_ids, marks, lambda piece: typed.encode(piece, encode)
+        )
     )
-    ids = typed.encode(text, encode)
-    return with_runs(typed.shown(text), ids, images, form)
+
+
+def _with_images(rendered: str, images: Sequence[PreparedImage], form: ImageForm) -> str:
+    """Return what a template wrote, or a beginning of it, with images in place of placeholders."""
+    pieces = rendered.split(form.family.placeholder)
+    shown = zip(images, pieces[1:], strict=False)
+    return pieces[0] + "".join(image.written.text + after for image, after in shown)
 
 
 def text_prompt(
@@ -91,6 +112,7 @@ def text_prompt(
     *,
     render: Render,
     encode: Callable[[str], Sequence[int]],
+    marks: SpecialTokens | None = None,
 ) -> ImagePrompt:
     """Return a conversation without images as tokens; see ``image_prompt``.
 
@@ -99,13 +121,21 @@ def text_prompt(
         form: how the model takes images; None if it takes none.
         render: see ``Render``.
         encode: tokenises a text without adding special tokens.
+        marks: the tokenizer's special tokens, to find ``turn_start``; None: it is not wanted.
     """
-    if form is None:
-        text = render(messages, as_it_is)
-        return ImagePrompt(text, tuple(encode(text)))
-    typed = TypedMarks(form)
-    text = render(typed.hide(list(messages)), typed.hide)
-    return ImagePrompt(typed.shown(text), tuple(typed.encode(text, encode)))
+    typed = None if form is None else TypedMarks(form)
+    hide = as_it_is if typed is None else typed.hide
+    shown: Messages = hide(list(messages))
+    text = render(shown, hide)
+    encode_shown = encode if typed is None else partial(typed.encode, encode=encode)
+    ids = tuple(encode_shown(text))
+    prompt = ImagePrompt(text if typed is None else typed.shown(text), ids)
+    if marks is None:
+        return prompt
+    place = turn_place(text, shown, lambda other: render(other, hide))
+    if place is None:
+        return prompt
+    return prompt._replace(turn_start=tokens_before(text, place, ids, marks, encode_shown))
 
 
 class TypedMarks:

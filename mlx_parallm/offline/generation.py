@@ -17,7 +17,7 @@ from mlx_parallm.engine.model_files import model_folder
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.grammar.structured_outputs import structured_outputs_spec
-from mlx_parallm.images.prompt import ImagePrompt
+from mlx_parallm.images.prompt import ImagePrompt, text_prompt
 from mlx_parallm.offline.completions import Ended, OutputReader, RequestOutput
 from mlx_parallm.offline.engine import OfflineEngine
 from mlx_parallm.serving.async_engine import AsyncEngine
@@ -60,7 +60,14 @@ def chat_prompt(
         for message in conversation
     )
     if is_plain and model.images is None:
-        return model.tokenizer.encode_chat(conversation, **options)
+        tokenizer = model.tokenizer
+        return text_prompt(
+            conversation,
+            None,
+            render=lambda messages, _: tokenizer.render_chat(messages, **options),
+            encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+            marks=model.turn_marks,
+        )
     return part("images").chat_prompt(conversation, model, sizes, **options)
 
 
@@ -114,17 +121,18 @@ class OfflineRequests:
         adapter: str | None,
     ) -> GenerateRequest:
         if isinstance(prompt, ImagePrompt):
-            ids, inputs = prompt.token_ids, prompt.inputs
+            read = prompt
         else:
             ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            inputs = ()
+            read = ImagePrompt("", tuple(ids))
         return GenerateRequest(
             request_id=f"offline-{next(self._ids)}",
             model=model.names[0],
-            prompt_ids=tuple(ids),
+            prompt_ids=read.token_ids,
             params=_with_grammar(params, model),
             adapter=adapter,
-            inputs=inputs,
+            inputs=read.inputs,
+            turn_start=read.turn_start,
         )
 
 

@@ -108,10 +108,13 @@ def chat_prompt(
     messages = template_messages(parted, id_length=model.call_id_length)
     sources, form = image_sources(messages), model.images
     if not sources:
-        return text_prompt([*map(_joined, messages)], form, render=render, encode=encode)
+        texts = [*map(_joined, messages)]
+        return text_prompt(texts, form, render=render, encode=encode, marks=model.turn_marks)
     prepared = _prepared(sources, model, sizes)
     assert form is not None, "a model without images has refused them"
-    return image_prompt(messages, prepared, form, render=render, encode=encode)
+    return image_prompt(
+        messages, prepared, form, render=render, encode=encode, marks=model.turn_marks
+    )
 
 
 def _message(message: Mapping[str, Any], number: int) -> dict[str, Any]:

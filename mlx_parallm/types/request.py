@@ -372,8 +372,8 @@ class GenerateRequest:
         model: a name the server knows the model by.
         adapter: the name of an adapter of the model; None for the model itself.
         prompt_ids: the prompt's tokens; never empty. ``INPUT_TOKEN`` at the rows of an input.
-        turn_start: the index into ``prompt_ids`` where the latest turn of the user begins; None if
-            unknown. A hint: the prompt of the next turn probably begins with what is before it.
+        turn_start: the index into ``prompt_ids`` where the latest turn of the user begins, or what
+            else will be another in the next prompt; None if unknown. It is a hint.
         inputs: inputs besides tokens; their spans do not overlap.
         params: how tokens are chosen.
         priority: lower runs first, as in vLLM.

@@ -54,9 +54,16 @@ class LabelTree:
 
 @dataclass(frozen=True, slots=True)
 class EncodedQuestion:
-    """A question's prompt and labels, as tokens."""
+    """A question's prompt and labels, as tokens.
+
+    Attributes:
+        prompt_ids: the prompt.
+        num_shared: tokens of the prompt before the question.
+        tree: the labels.
+    """
 
     prompt_ids: Tokens
+    num_shared: int
     tree: LabelTree
 
 
@@ -88,7 +95,8 @@ class QuestionEncoder:
                 tokenizer.encode(head + marker, add_special_tokens=not tokenizer.has_chat_template)
             )
         prompt_ids = ids + continuation_ids(tokenizer, END_OF_INPUT, tail)
-        return EncodedQuestion(prompt_ids, LabelTree.of(label_ids(tokenizer, question.labels)))
+        labels = LabelTree.of(label_ids(tokenizer, question.labels))
+        return EncodedQuestion(prompt_ids, len(ids), labels)
 
     def _render(self, question: AskedQuestion) -> str:
         content = f"{TASK}\n\n<input>\n{self.input_text}\n{END_OF_INPUT}{question.text}"
@@ -145,6 +153,12 @@ def _nodes(template: GenerateRequest, questions: Sequence[EncodedQuestion]) -> l
     nodes: list[_Node] = []
     for number, question in enumerate(questions):
         for start, ids in question.tree.branches.items():
-            prompt_ids = question.prompt_ids + start
-            nodes.append(_Node(number, start, label_request(template, len(nodes), prompt_ids, ids)))
+            request = label_request(
+                template,
+                len(nodes),
+                question.prompt_ids + start,
+                ids,
+                num_shared=question.num_shared,
+            )
+            nodes.append(_Node(number, start, request))
     return nodes

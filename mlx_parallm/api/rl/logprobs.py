@@ -103,6 +103,8 @@ def _requests(
             model=admitted.model.names[0],
             prompt_ids=(*prompt.token_ids, *item.completion_token_ids),
             inputs=prompt.inputs,
+            # Other completions of the prompt follow.
+            turn_start=len(prompt.token_ids),
             params=SamplingParams(
                 max_tokens=0,
                 prompt_logprobs=body.top_logprobs,

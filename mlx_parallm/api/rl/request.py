@@ -141,10 +141,10 @@ class PromptEncoder:
         def render(shown: Messages, hide: Hide) -> str:
             return self._render(shown, self.open_turn, hide)
 
-        encode = partial(tokenizer.encode, add_special_tokens=False)
+        encode, marks = partial(tokenizer.encode, add_special_tokens=False), self.model.turn_marks
         if not images or form is None:
-            return text_prompt(messages, form, render=render, encode=encode)
-        return image_prompt(messages, images, form, render=render, encode=encode)
+            return text_prompt(messages, form, render=render, encode=encode, marks=marks)
+        return image_prompt(messages, images, form, render=render, encode=encode, marks=marks)
 
     def _continuation(self, ids: Sequence[int], text: str) -> tuple[int, ...]:
         """Return the tokens of a text that goes on from others."""

@@ -103,6 +103,7 @@ async def _requests(
             model=model.names[0],
             prompt_ids=prompt.token_ids,
             inputs=prompt.inputs,
+            turn_start=prompt.turn_start,
             params=replace(params, seed=seed_of(number, item, body)),
             priority=body.priority,
             client=prelude.client,

@@ -49,7 +49,12 @@ class KnownTokens:
 
 
 def label_request(
-    template: GenerateRequest, number: int, prompt_ids: tuple[int, ...], labels: Sequence[int]
+    template: GenerateRequest,
+    number: int,
+    prompt_ids: tuple[int, ...],
+    labels: Sequence[int],
+    *,
+    num_shared: int,
 ) -> GenerateRequest:
     """Return a request for the log-probabilities of labels of one token after a prompt.
 
@@ -58,6 +63,7 @@ def label_request(
         number: of the request in its group.
         prompt_ids: what the labels follow.
         labels: their tokens.
+        num_shared: tokens of the prompt with which others of the group begin too.
     """
     params = SamplingParams(
         temperature=0.0,
@@ -70,6 +76,7 @@ def label_request(
         template,
         request_id=f"{template.request_id}-{number}",
         prompt_ids=prompt_ids,
+        turn_start=num_shared,
         params=params,
         group=template.request_id,
     )

@@ -17,6 +17,7 @@ from mlx_parallm.api.turns.stream import TurnStream
 from mlx_parallm.api.turns.tools import ToolMode
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar.spec import is_longer
+from mlx_parallm.images.latest_turn import SpecialTokens
 from mlx_parallm.images.prompt import Hide, ImagePrompt, Messages, image_prompt, text_prompt
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import TurnParser
@@ -125,15 +126,17 @@ async def prepare_turn(
         max_tokens=turn.params.max_tokens,
         max_model_len=model.info.max_model_len,
     )
-    rendered, prompt_ids, inputs = await render_turn(turn, model, limit=limit, images=images)
+    prompt = await render_turn(turn, model, limit=limit, images=images, marks=model.turn_marks)
+    rendered = prompt.text
     # A request may ask for thinking by the template's own name.
     turn = replace(turn, template_kwargs=model.tokenizer.template_variables(turn.template_kwargs))
     constraint = await constrain(turn, model, rendered)
     request = GenerateRequest(
         request_id=turn.request_id,
         model=model.names[0],
-        prompt_ids=prompt_ids,
-        inputs=inputs,
+        prompt_ids=prompt.token_ids,
+        inputs=prompt.inputs,
+        turn_start=prompt.turn_start,
         params=_params(turn, model, constraint, rendered),
         priority=turn.priority,
         client=turn.client,
@@ -154,6 +157,7 @@ async def render_turn(
     *,
     limit: TokenLimit | None = None,
     images: Images | None = None,
+    marks: SpecialTokens | None = None,
 ) -> ImagePrompt:
     """Return the conversation as text and as tokens; off the event loop where it is long.
 
@@ -162,6 +166,7 @@ async def render_turn(
         model: whose template and tokenizer.
         limit: see ``Tokenizer.encode``; one that cuts leaves no more tokens than it says.
         images: prepares those of the conversation; None refuses them.
+        marks: find where the latest turn of the user begins; None: it is not wanted.
 
     Raises:
         InvalidRequestError: a message is malformed, or the template refuses the conversation.
@@ -171,7 +176,7 @@ async def render_turn(
     if sources and images is None:
         raise InvalidRequestError("This route takes no images.", param=sources[0].param)
     if sources and images is not None:
-        return await _render_with_images(turn, model, images, limit)
+        return await _render_with_images(turn, model, images, limit, marks)
     tools = _tools(turn)
 
     def render() -> ImagePrompt:
@@ -180,6 +185,8 @@ async def render_turn(
             model.images,
             render=partial(_text, turn, model),
             encode=lambda text: model.tokenizer.encode(text, add_special_tokens=False, limit=limit),
+            # What is cut may have another beginning.
+            marks=None if limit is not None and limit.cuts else marks,
         )
         ids = prompt.token_ids
         if limit is None or not limit.cuts or limit.most is None or len(ids) <= limit.most:
@@ -191,7 +198,11 @@ async def render_turn(
 
 
 async def _render_with_images(
-    turn: TurnRequest, model: GenerationModel, images: Images, limit: TokenLimit | None
+    turn: TurnRequest,
+    model: GenerationModel,
+    images: Images,
+    limit: TokenLimit | None,
+    marks: SpecialTokens | None,
 ) -> ImagePrompt:
     """Return a conversation with images as text, as tokens, and its images."""
     if turn.truncate is not None:
@@ -209,6 +220,7 @@ async def _render_with_images(
             form,
             render=partial(_text, turn, model),
             encode=lambda text: model.tokenizer.encode(text, add_special_tokens=False, limit=limit),
+            marks=marks,
         )
     )
 

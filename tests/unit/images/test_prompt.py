@@ -147,6 +147,40 @@ def test_marks_in_descriptions_of_tools_stay_text(has_image: bool) -> None:
     assert list(made.token_ids) == codes(f"draws an {MARK}") + ([7, 7] if has_image else [120])
 
 
+class Bars:
+    """The bar between messages is a special token."""
+
+    special_tokens = frozenset({"|"})
+
+    def token_id(self, token: str) -> int | None:
+        return ord(token)
+
+
+@pytest.mark.parametrize(
+    ("before", "start"),
+    [([], 0), (["ab"], 3), (["a", image(4, 2)], 9), ([image(4), "a", image(2)], 10)],
+)
+@pytest.mark.parametrize("has_image", [True, False])
+def test_the_latest_turn_is_found_behind_the_rows_of_images(
+    before: list[str | PreparedImage], start: int, *, has_image: bool
+) -> None:
+    latest = [image(3), "b"] if has_image else ["b"]
+    messages = [
+        {
+            "role": "user",
+            "content": [
+                text_part(each) if isinstance(each, str) else {"type": "image"} for each in content
+            ],
+        }
+        for content in filter(None, (before, latest))
+    ]
+    images = [each for each in (*before, *latest) if isinstance(each, PreparedImage)]
+    made = image_prompt(messages, images, FORM, render=render, encode=encode, marks=Bars())
+    assert made.turn_start == start
+    assert [ord("|")] == list(made.token_ids[start - 1 : start]) or not start
+    assert image_prompt(messages, images, FORM, render=render, encode=encode)[:3] == made[:3]
+
+
 def test_templates_of_texts_get_the_marks() -> None:
     form = replace(FORM, template_reads_parts=False)
     made = prompt([IMAGE, text_part("x")], image(1), form=form)

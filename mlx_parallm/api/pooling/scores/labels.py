@@ -19,6 +19,7 @@ from mlx_parallm.api.turns.known_tokens import known_tokens, label_request
 from mlx_parallm.api.turns.prelude import Admitted
 from mlx_parallm.api.turns.samples import Usage
 from mlx_parallm.generation.model import Tokenizer
+from mlx_parallm.images.latest_turn import common_length
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest
 
@@ -124,8 +125,9 @@ async def generator_scores(
     Raises:
         ParallmError: a request was refused, failed or was aborted.
     """
+    num_shared = common_length(prompts[0], prompts[-1])
     requests = [
-        label_request(template, number, prompt_ids, labels)
+        label_request(template, number, prompt_ids, labels, num_shared=num_shared)
         for number, prompt_ids in enumerate(prompts)
     ]
     parts = (range(1), range(1, len(requests)))
