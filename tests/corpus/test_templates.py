@@ -10,6 +10,7 @@ import pytest
 from mlx_parallm.api.chat.request import chat_tools
 from mlx_parallm.api.turns.fields import effort_kwargs
 from mlx_parallm.api.turns.history import template_messages
+from mlx_parallm.images.prompt import ImagePrompt, text_prompt
 from mlx_parallm.tokenizer.rewrites import developers_as_systems
 from mlx_parallm.tokenizer.thinking import EFFORTS
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
@@ -261,3 +262,58 @@ def test_every_effort_is_taken(name: str, tokenizer: ParallmTokenizer) -> None:
         pytest.skip("see UNUSABLE")
     for effort in EFFORTS:
         assert thinking(tokenizer, effort_kwargs(effort))
+
+
+#: Templates that write the tools, or the system prompt, into the latest turn of the user only: the
+#: prompt of the next turn agrees up to these.
+MOVING = {
+    "Mistral-Small-3.2-24B-Instruct-2506",
+    "mistralai-Mistral-Nemo-Instruct-2407",
+    "tool_chat_template_mistral",
+    "tool_chat_template_mistral3",
+    "tool_chat_template_mistral_parallel",
+}
+BEGINNINGS = {"nothing": [], "system": ASKED[:1], "talk": TALKED, "agent": [*LOOKED, TALKED[-1]]}
+CALLED = [called(B), result(B)]
+LATEST = said("user", "ask-last")
+
+
+def with_thoughts(messages: list[Message]) -> list[Message]:
+    """Return messages as templates take them; the assistant has thought before each of its own."""
+    thoughts = {"reasoning_content": "let me think"}
+    return template_messages(
+        [each | (thoughts if each["role"] == "assistant" else {}) for each in messages]
+    )
+
+
+@pytest.mark.parametrize("has_tools", [False, True])
+@pytest.mark.parametrize("loop", [[], CALLED, 2 * CALLED], ids=["question", "call", "calls"])
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+def test_the_next_prompt_agrees_up_to_the_latest_turn(
+    name: str, tokenizer: ParallmTokenizer, beginning: str, loop: list[Message], *, has_tools: bool
+) -> None:
+    template = name.partition("/")[2]
+    if template in UNUSABLE or (has_tools and not tokenizer.takes_tools):
+        pytest.skip("takes no tools")
+    tools = [TOOL] if has_tools else None
+
+    def prompt(*further: Message) -> ImagePrompt:
+        return text_prompt(
+            with_thoughts([*BEGINNINGS[beginning], LATEST, *loop, *further]),
+            None,
+            render=lambda messages, _: tokenizer.render_chat(
+                messages, tools=tools, template_kwargs=VARIABLES
+            ),
+            encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+            marks=tokenizer,
+        )
+
+    try:
+        now, later = prompt(), prompt(said("assistant", "say-last"), said("user", "ask-next"))
+    except InvalidRequestError:
+        pytest.skip("the template refuses the conversation")
+    assert now.turn_start is not None
+    before = now.token_ids[: now.turn_start]
+    assert later.token_ids[: now.turn_start] == before
+    if template not in MOVING:
+        assert tokenizer.decode(before) == now.text[: now.text.index(LATEST["content"])]
