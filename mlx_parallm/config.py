@@ -24,6 +24,8 @@ ModelTask = Literal[
 KV_CACHE_DTYPES = ("auto", "int8", "int4")
 KEY_SCOPE = "key"
 CACHE_SCOPES = (KEY_SCOPE, "server")
+#: ``STATE_SNAPSHOT_TOKENS``: tokens between the states that are kept of a long prompt.
+STATE_SNAPSHOT_TOKENS = 2048
 #: ``KV_DISK_BYTES``: bytes of a folder of KV blocks if nothing else is configured.
 KV_DISK_BYTES = 20 << 30
 #: ``NO_KV_DISK``: why a limit alone is refused.
@@ -95,6 +97,10 @@ class CacheConfig:
         kv_disk_bytes: most bytes of that folder, of all processes that use it together.
         kv_host_bytes: most bytes of evicted blocks in host memory, of all models of an engine, on a
             device that has memory of its own; 0 keeps none.
+        state_cache_bytes: most bytes of states after cached prefixes, of each model that keeps a
+            state and in each engine, as a part of its KV memory; 0 keeps none. None: what 64
+            prefixes take, or an eighth of that memory if that is less.
+        state_snapshot_tokens: tokens between such states in the middle of a long prompt.
         num_engines: how many engines divide the device's KV memory; the fraction and
             ``kv_cache_bytes`` are the share of one of them.
 
@@ -110,6 +116,8 @@ class CacheConfig:
     kv_disk: Path | None = None
     kv_disk_bytes: int = KV_DISK_BYTES
     kv_host_bytes: int = 0
+    state_cache_bytes: int | None = None
+    state_snapshot_tokens: int = STATE_SNAPSHOT_TOKENS
     num_engines: int = 1
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.kv_cache.snapshots import StateSnapshots
 from mlx_parallm.generation.kv_cache.stores import BlockStore
 from mlx_parallm.generation.kv_cache.tiers import Tiers
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
@@ -38,6 +39,29 @@ class Tracked:
     content: str = PLAIN
 
 
+def make_kv(
+    num_blocks: int,
+    block_size: int,
+    *,
+    num_seqs: int,
+    num_snapshots: int | None,
+    caching: bool = True,
+    tiers: Tiers | None = None,
+) -> KVCacheManager:
+    """Return a manager; ``num_snapshots``: of a model with a state, whose slots follow others'."""
+    snapshots = None
+    if num_snapshots and caching:
+        snapshots = StateSnapshots(num_seqs, num_snapshots)
+    has_cache = caching and (num_snapshots is None or snapshots is not None)
+    return KVCacheManager(
+        num_blocks,
+        block_size,
+        enable_prefix_caching=has_cache,
+        tiers=tiers,
+        snapshots=snapshots,
+    )
+
+
 class SchedulerHarness:
     """A scheduler, its runner and the requests given to it.
 
@@ -61,6 +85,8 @@ class SchedulerHarness:
         num_tower_stages: int = 1,
         stores: Sequence[BlockStore] = (),
         lasting: str | None = "digest",
+        num_snapshots: int = 3,
+        snapshot_tokens: int = 12,
     ) -> None:
         self.speculative = speculative
         self.config = config or SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
@@ -91,9 +117,17 @@ class SchedulerHarness:
         )
         self.scheduler = Scheduler(
             self.config,
-            KVCacheManager(num_blocks, block_size, enable_prefix_caching=caching, tiers=self.tiers),
+            make_kv(
+                num_blocks,
+                block_size,
+                caching=caching,
+                tiers=self.tiers,
+                num_seqs=self.config.max_num_seqs,
+                num_snapshots=num_snapshots if has_state else None,
+            ),
             max_model_len=max_model_len,
             has_state=has_state,
+            snapshot_tokens=snapshot_tokens,
             speculative=speculative,
             num_tower_stages=num_tower_stages,
         )
@@ -105,7 +139,7 @@ class SchedulerHarness:
         self._runner = SimulatedRunner(
             num_blocks,
             block_size,
-            self.config.max_num_seqs,
+            self.config.max_num_seqs + num_snapshots,
             has_state=has_state,
             copies=speculative is not None,
         )

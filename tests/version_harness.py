@@ -13,7 +13,6 @@ from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
 from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.policies import AdapterUpload, Policies
 from mlx_parallm.generation.engine import GenerationEngine
-from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
@@ -35,9 +34,12 @@ from tests.block_simulator import (
     expected_prompt_logprobs,
 )
 from tests.fakes import ByteTokenizer, FakeStep, make_info
+from tests.scheduler_harness import make_kv
 
 BAD_DIGEST = "bad"
 MAX_RANK = 8
+# NUM_SNAPSHOTS: slots for states after prefixes.
+NUM_SNAPSHOTS = 3
 
 
 class DeviceError(Exception):
@@ -195,13 +197,24 @@ class VersionHarness:
             runs_ahead=runs_ahead,
         )
         self._simulated = SimulatedRunner(
-            num_blocks, block_size, config.max_num_seqs, has_state=has_state, copies=self._copies
+            num_blocks,
+            block_size,
+            config.max_num_seqs + NUM_SNAPSHOTS,
+            has_state=has_state,
+            copies=self._copies,
         )
         self.scheduler = Scheduler(
             config,
-            KVCacheManager(num_blocks, block_size, enable_prefix_caching=caching and not has_state),
+            make_kv(
+                num_blocks,
+                block_size,
+                caching=caching,
+                num_seqs=config.max_num_seqs,
+                num_snapshots=NUM_SNAPSHOTS if has_state else None,
+            ),
             max_model_len=max_model_len,
             has_state=has_state,
+            snapshot_tokens=8,
             speculative=speculative,
         )
         self.store = FakeStore()

@@ -24,6 +24,7 @@ from mlx_parallm.generation.build import speculative_for
 from mlx_parallm.generation.device_runner import DeviceRunner
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.kv_cache.snapshots import StateSnapshots
 from mlx_parallm.generation.kv_cache.stores import BlockStore
 from mlx_parallm.generation.kv_cache.tiers import Tiers
 from mlx_parallm.generation.metrics import EngineMetrics
@@ -166,6 +167,7 @@ def make_engine(
     warms_up: bool = False,
     stores: Sequence[BlockStore] = (),
     host_bytes: int = 0,
+    num_snapshots: int = 16,
 ) -> BenchEngine:
     """Return an engine as ``engine.build`` makes it, of a model with the loader's linear layers.
 
@@ -183,6 +185,7 @@ def make_engine(
         grammars: the compiler of its constrained samples' grammars.
         warms_up: see ``--warm-up``.
         stores: below its pool, nearest first.
+        num_snapshots: states after prefixes that it keeps, of a model with a state.
         host_bytes: see ``--kv-host-bytes``.
     """
     if backend_name() == "cuda":
@@ -211,8 +214,12 @@ def make_engine(
     kv = KVCacheManager(
         info.num_blocks,
         info.block_size,
-        enable_prefix_caching=not info.has_state,
+        enable_prefix_caching=not info.has_state or num_snapshots > 0,
         tiers=tiers,
+        snapshots=StateSnapshots(max_num_seqs, num_snapshots, info.state_bytes)
+        if info.has_state and num_snapshots
+        else None,
+        has_kv=plan.has_kv,
     )
     scheduler = Scheduler(
         config,

@@ -286,6 +286,13 @@ SETTINGS: tuple[Setting, ...] = (
              "on an NVIDIA GPU, most bytes of evicted KV that each engine keeps in host memory, "
              "such as 32GiB; 0 keeps none. Elsewhere the device and the host share their memory, "
              "so that --kv-cache-memory-bytes is the setting for more.", metavar="SIZE"),
+    _setting("state-cache-memory", "cache.state_cache_bytes", values.size_or_none, MEMORY,
+             "models with a recurrent or convolution state (Qwen3.5, Granite 4, Mamba and others): "
+             "part of a model's KV memory, in each engine, that keeps the states after cached "
+             "prefixes, such as 4GiB; 0 keeps none, and no prefix is reused then. If not given, "
+             "what 64 prefixes take, at most an eighth of the KV memory.", metavar="SIZE"),
+    _setting("state-snapshot-tokens", "cache.state_snapshot_tokens", values.integer(1), MEMORY,
+             "tokens between such states in the middle of a long prompt.", metavar="N"),
     _setting("result-cache-bytes", "", values.size_or_none, MEMORY,
              "memory of each cache of a model's results: those of a pooling model for equal "
              "inputs (64MiB if not given), and the hidden states that the training sessions of a "

@@ -93,7 +93,8 @@ class StepEncoder:
             _add_rare(numbers, rows)
         if batch.block_copies or batch.state_copies:
             flags |= HAS_COPIES
-            numbers += (len(batch.block_copies), len(batch.state_copies))
+            counts = (len(batch.block_copies), len(batch.state_copies), batch.num_captures)
+            numbers += counts
             numbers += chain.from_iterable(batch.block_copies + batch.state_copies)
         text = b""
         if batch.adapters != self._adapters:
@@ -169,7 +170,7 @@ class StepDecoder:
             self._read_tables(numbers)
         if flags & HAS_RARE:
             _read_rare(numbers, rows)
-        num_copies = numbers.take(2) if flags & HAS_COPIES else (0, 0)
+        num_copies = numbers.take(3) if flags & HAS_COPIES else (0, 0, 0)
         if flags & HAS_ADAPTERS:
             self._adapters = dict(json.loads(bytes(view[end:])))
         return ScheduledBatch(
@@ -177,6 +178,7 @@ class StepDecoder:
             sequences=rows,
             block_copies=_pairs(numbers.take(2 * num_copies[0])),
             state_copies=_pairs(numbers.take(2 * num_copies[1])),
+            num_captures=num_copies[2],
             adapters=self._adapters,
         )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from mlx_parallm.config import ModelConfig, SchedulerConfig, SpeculativeConfig
+from mlx_parallm.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.demo_models.folders import DEMO_NAME
 from mlx_parallm.engine.device import DeviceAdapters, DeviceWeights
 from mlx_parallm.engine.kind import BuildContext, BuiltModel, KindBuilder, ModelFolder
@@ -26,6 +26,7 @@ from mlx_parallm.generation.kv_cache.budget import KVShare, report_cut, share_bu
 from mlx_parallm.generation.kv_cache.disk.folder import check_kv_folder
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.kv_cache.opening import open_tiers
+from mlx_parallm.generation.kv_cache.snapshots import StateSnapshots
 from mlx_parallm.generation.kv_cache.tiers import Tiers
 from mlx_parallm.generation.kv_memory import free_bytes, kv_budget
 from mlx_parallm.generation.metrics import EngineMetrics, GenerationFamilies
@@ -48,6 +49,7 @@ from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.request import BaseWeights
 from mlx_parallm.types.step import KVPlan, RunnerInfo
+from mlx_parallm.units import readable_bytes
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.load.loading import GenerationLoader
@@ -168,8 +170,9 @@ def _load_all(
     weight_bytes = sum(each.weight_bytes for each in loaded)
     budget = kv_budget(plans, weight_bytes, cache, context.worker)
     blocks = share_budget(plans, budget, cache.num_engines)
+    limit = cache.state_cache_bytes if cache.enable_prefix_caching else 0
     shared = [
-        (each, KVShare(each.name, each.kv, count))
+        (each, KVShare(each.name, each.kv, count).with_snapshots(limit))
         for each, count in zip(loaded, blocks, strict=True)
     ]
     for each, share in shared:
@@ -310,7 +313,7 @@ def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltMo
         images=_images(loaded, runner.info),
     )
     identity = _identity(loaded, plan, context.worker.ranks)
-    return BuiltModel(config, model, _engine(loaded, runner, grammars, identity, context))
+    return BuiltModel(config, model, _engine(loaded, share, runner, grammars, identity, context))
 
 
 def _identity(loaded: _Loaded, plan: GenerationPlan, ranks: Ranks | None) -> Identity:
@@ -352,25 +355,58 @@ def _images(loaded: _Loaded, info: RunnerInfo) -> ImageForm | None:
         return None
 
 
+def _snapshots(
+    loaded: _Loaded, share: KVShare, info: RunnerInfo, settings: EngineConfig
+) -> StateSnapshots | None:
+    """Return what keeps the states after prefixes; None without a state, or if none are kept."""
+    if not info.has_state or not settings.cache.enable_prefix_caching:
+        return None
+    if not info.state_bytes:
+        logger.warning(
+            "%s: prefixes are not reused, because its state is in caches of an unknown kind (%s)",
+            *(loaded.name, info.path),
+        )
+        return None
+    if not share.num_snapshots:
+        logger.warning(
+            "%s: prefixes are not reused, because the memory for states "
+            "(--state-cache-memory) does not hold one of %s",
+            *(loaded.name, readable_bytes(info.state_bytes)),
+        )
+        return None
+    first = settings.scheduler.max_num_seqs
+    return StateSnapshots(first, share.num_snapshots, info.state_bytes)
+
+
 def _engine(
     loaded: _Loaded,
+    share: KVShare,
     runner: DeviceRunner,
     grammars: GrammarCompiler,
     identity: Identity,
     context: BuildContext,
 ) -> GenerationEngine:
     settings, info, name = context.settings, runner.info, loaded.name
-    has_prefix_cache = settings.cache.enable_prefix_caching and not info.has_state
+    snapshots = _snapshots(loaded, share, info, settings)
+    has_prefix_cache = settings.cache.enable_prefix_caching and (
+        not info.has_state or snapshots is not None
+    )
     tiers = None
-    if has_prefix_cache:
+    if has_prefix_cache and snapshots is None:
         tiers = _open_tiers(loaded, identity, context, runs_ahead=info.runs_ahead)
     scheduler = Scheduler(
         with_token_budget(settings.scheduler, backend_name()),
         KVCacheManager(
-            info.num_blocks, info.block_size, enable_prefix_caching=has_prefix_cache, tiers=tiers
+            info.num_blocks,
+            info.block_size,
+            enable_prefix_caching=has_prefix_cache,
+            tiers=tiers,
+            snapshots=snapshots,
+            has_kv=loaded.kv.has_kv,
         ),
         max_model_len=info.max_model_len,
         has_state=info.has_state,
+        snapshot_tokens=settings.cache.state_snapshot_tokens,
         speculative=speculative_for(settings.speculative, info, name),
         num_tower_stages=info.num_tower_stages,
     )

@@ -128,12 +128,16 @@ class KVPlan:
         block_bytes: bytes of one block in all layers.
         wanted_blocks: blocks that ``max_num_seqs`` sequences of ``max_model_len`` could use.
         max_model_len: longest sequence.
+        state_bytes: what a sequence keeps besides blocks; 0 if nothing, or it cannot be copied.
+        has_kv: False if blocks only count tokens.
     """
 
     block_size: int
     block_bytes: int
     wanted_blocks: int
     max_model_len: int
+    state_bytes: int = 0
+    has_kv: bool = True
 
     @property
     def wanted_bytes(self) -> int:
@@ -287,7 +291,8 @@ class ScheduledBatch:
     """One step: rows of one token, then rows with proposals and prefill chunks.
 
     Before the forward the runner performs, in this order, ``block_copies`` ``(source, target)`` in
-    every layer's pool and ``state_copies`` ``(source slot, target slot)`` of per-sequence state.
+    every layer's pool and ``state_copies`` ``(source slot, target slot)`` of per-sequence state,
+    one after the other. The first ``num_captures`` of these make snapshots, which own their memory.
     ``ended`` lists the constrained sequences that ended since the previous batch, so that their
     matchers can be dropped. ``adapters`` maps every ``adapter_slot`` to its adapter's digest.
     ``moves`` are made first of all. A batch without sequences has nothing else.
@@ -297,6 +302,7 @@ class ScheduledBatch:
     sequences: tuple[ScheduledSequence, ...]
     block_copies: tuple[tuple[int, int], ...] = ()
     state_copies: tuple[tuple[int, int], ...] = ()
+    num_captures: int = 0
     ended: tuple[int, ...] = ()
     adapters: Mapping[int, str] = field(default_factory=dict[int, str])
     moves: Moves = NO_MOVES
@@ -344,6 +350,7 @@ class StepOutput:
         failed: by ``seq_id``, why this sequence (and only it) could not be run.
         saved: the contents of the batch's ``Moves.saved``, then of ``Moves.saved_states``, each
             with the bytes that its block or its slot held.
+        bad_slots: those of the batch's snapshots that have a NaN.
     """
 
     tokens: tuple[SampledToken, ...]
@@ -352,6 +359,7 @@ class StepOutput:
     )
     failed: Mapping[int, str] = field(default_factory=dict[int, str])
     saved: tuple[tuple[bytes, Buffer], ...] = ()
+    bad_slots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,7 +375,8 @@ class RunnerInfo:
         kv_bytes: size of the pool, in bytes.
         weight_bytes: size of the weights, in bytes.
         has_state: True if the model keeps a state per sequence besides KV (recurrent, convolution);
-            blocks do not hold that state, so prefixes cannot be reused.
+            blocks do not hold that state, so reuse of a prefix needs a snapshot of it.
+        state_bytes: size of a sequence's state; 0 if there is none, or it cannot be copied.
         keeps_states: True if a step can give the state after each token of a row with proposals,
             see ``ScheduledSequence.kept_slots``.
         attention_backend: name of the attention backend in use.
@@ -396,6 +405,7 @@ class RunnerInfo:
     input_width: int = 0
     input_kinds: tuple[InputKind, ...] = ()
     num_tower_stages: int = 1
+    state_bytes: int = 0
     keeps_states: bool = False
 
 

@@ -15,7 +15,6 @@ from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 
 from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
-from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.kv_cache.tiers import Tiers
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.request import GenerateRequest, PolicyWeights, SamplingParams
@@ -28,6 +27,7 @@ from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.weights.loader import LoadedModel
 from tests.builders.architectures.configs import WINDOW, config_of, decoder_of
 from tests.compiled_attention import AheadAttention, CompiledAttention
+from tests.scheduler_harness import make_kv
 
 PATHS = {
     "llama": "packed",
@@ -57,6 +57,8 @@ PATHS = {
 STATELESS = ("llama", "gemma3_text", "gemma3n", "gpt_oss", "opt", "opt-350m", "deepseek_v3")
 NEW_TOKENS = 6
 BLOCK_SIZE = 4
+# NUM_SNAPSHOTS: slots for the states after prefixes, of models that keep one.
+NUM_SNAPSHOTS = 3
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,13 @@ class Session:
         weights: PolicyWeights | None = None,
     ) -> None:
         info = runner.info
-        caching = not info.has_state
         self.weights = weights
-        self.kv = KVCacheManager(
-            num_blocks, info.block_size, enable_prefix_caching=caching, tiers=tiers
+        self.kv = make_kv(
+            num_blocks,
+            info.block_size,
+            tiers=tiers,
+            num_seqs=8,
+            num_snapshots=NUM_SNAPSHOTS * bool(info.state_bytes) if info.has_state else None,
         )
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget)
         self.scheduler = Scheduler(
@@ -324,7 +329,7 @@ def test_family_takes_its_path(name: str) -> None:
 def test_hybrids_decode_all_rows_in_one_forward(name: str) -> None:
     session = Session(shared_runner(name))
     for index in range(4):
-        session.add(f"r{index}", random_prompt(3 + index))
+        session.add(f"r{index}", random_prompt(1 + index))
     session.step()
     model = loaded_model(name).model
     original = type(model)

@@ -63,6 +63,17 @@ class BlockPool:
         """Return the block with this content, owned or cached."""
         return self._by_content.get(content)
 
+    def is_cached(self, block: int) -> bool:
+        """Return True if a block has a content and no owner."""
+        return block in self._cached
+
+    def drop_content(self, block: int) -> None:
+        """Let an owned block not be found any more: its owner is going to change it."""
+        assert self._owners[block] == 1, "others may read the block"
+        content, self._content[block] = self._content[block], None
+        assert content is not None, "the block has no content"
+        del self._by_content[content]
+
     def set_content(self, block: int, content: bytes) -> None:
         """Make an owned, computed block findable; the first block of a content keeps it."""
         if self._content[block] is None and content not in self._by_content:
@@ -106,6 +117,9 @@ class BlockTable:
     ``generation`` is the one of the prefix cache when the sequence began: what it computes becomes
     cached only in that, and never after ``KVCacheManager.withhold``. ``num_drafted``: leading
     blocks noted as computed by a draft model. ``inputs``: what positions mean that are no tokens.
+    ``num_cached``: tokens that were found in the cache. ``snapshot``: the slot with the state after
+    these, held until the first step of the sequence; None if there is none. ``tail``: the content
+    of a last block that only this table may use; empty if there is none.
     """
 
     def __init__(
@@ -122,6 +136,9 @@ class BlockTable:
         self.generation = generation
         self.inputs = inputs
         self.num_drafted = 0
+        self.num_cached = 0
+        self.snapshot: int | None = None
+        self.tail = b""
         self._tuple: tuple[int, ...] | None = None
 
     @property
@@ -139,7 +156,8 @@ class BlockTable:
         """Hold nothing."""
         self.blocks.clear()
         self.hashes.clear()
-        self.num_drafted = 0
+        self.num_drafted = self.num_cached = 0
+        self.tail = b""
         self._tuple = None
 
     def as_tuple(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.step import KVPlan
@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 # LEAST_BYTES: the bound on KV memory of small models, in bytes; also of large ones on a busy Mac,
 # which can compress what other programs hold.
 LEAST_BYTES = 1 << 30
+# SNAPSHOTS, SNAPSHOT_SHARE: without a setting, a model keeps the states after so many prefixes, in
+# at most one in so many bytes of its KV memory.
+SNAPSHOTS, SNAPSHOT_SHARE = 64, 8
 # UNUSED_SHARE, MOST_WEIGHTS: on a Mac, KV takes at most such a part of the memory that no program
 # uses, and so many times the weights.
 UNUSED_SHARE, MOST_WEIGHTS = 4, 16
@@ -28,11 +31,34 @@ class KVShare:
     name: str
     plan: KVPlan
     num_blocks: int
+    num_snapshots: int = 0
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the blocks."""
-        return self.num_blocks * self.plan.block_bytes
+        """Memory of the blocks and snapshots."""
+        return self.num_blocks * self.plan.block_bytes + self.snapshot_bytes
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Memory of the snapshots."""
+        return self.num_snapshots * self.plan.state_bytes
+
+    def with_snapshots(self, limit: int | None) -> KVShare:
+        """Return the share with a part of its blocks' memory for snapshots of at most ``limit``.
+
+        Blocks of one full context stay. See ``CacheConfig.state_cache_bytes`` for None.
+        """
+        plan, size = self.plan, self.plan.state_bytes
+        if not size:
+            return self
+        most = min(SNAPSHOTS * size, self.num_bytes // SNAPSHOT_SHARE) if limit is None else limit
+        spare = max(0, self.num_blocks - plan.context_blocks) * plan.block_bytes
+        if not plan.has_kv:
+            # Its blocks take no memory.
+            return replace(self, num_snapshots=most // size)
+        count = min(most, spare) // size
+        blocks = -(-count * size // plan.block_bytes)
+        return replace(self, num_blocks=self.num_blocks - blocks, num_snapshots=count)
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +87,14 @@ class KVShare:
             f"{self.plan.block_size} tokens, {self.num_tokens:,} tokens, "
             f"{self.num_contexts:,.1f} contexts of {self.context:,} tokens"
         )
-        return f"{said} (cut from {self.plan.max_model_len:,})" if self.is_cut else said
+        if self.is_cut:
+            said += f" (cut from {self.plan.max_model_len:,})"
+        if self.plan.state_bytes:
+            said += (
+                f"; {readable_bytes(self.snapshot_bytes)} of it for the states after "
+                f"{self.num_snapshots} prefixes, of {readable_bytes(self.plan.state_bytes)} each"
+            )
+        return said
 
 
 def most_bytes(

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from mlx_parallm.generation.inputs.prompt_inputs import NO_INPUTS, PromptInputs
 from mlx_parallm.generation.kv_cache.blocks import BlockPool, BlockTable
 from mlx_parallm.generation.kv_cache.fetches import Run
 from mlx_parallm.generation.kv_cache.saves import Save
+from mlx_parallm.generation.kv_cache.snapshots import StateSnapshots
 from mlx_parallm.generation.kv_cache.tiers import Tiers
 from mlx_parallm.types.content import block_hash, root_hash
 
 # UNFINDABLE: a table with this generation is in no generation of the prefix cache.
 UNFINDABLE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The end of a preempted sequence, from where it can go on.
+
+    Attributes:
+        content: of the snapshot there, and of the block that its prefix ends with.
+        num_tokens: the tokens before that position.
+        is_whole: True if that block is full, and found like others; otherwise it is found by the
+            tail alone.
+    """
+
+    content: bytes
+    num_tokens: int
+    is_whole: bool = False
 
 
 class KVCacheManager:
@@ -23,6 +41,8 @@ class KVCacheManager:
         block_size: tokens per block.
         enable_prefix_caching: whether equal prefixes share blocks.
         tiers: the stores below the pool; None if there are none.
+        snapshots: of the states after prefixes; None for a model without state, or if none are
+            kept.
     """
 
     def __init__(
@@ -32,8 +52,25 @@ class KVCacheManager:
         *,
         enable_prefix_caching: bool = True,
         tiers: Tiers | None = None,
+        snapshots: StateSnapshots | None = None,
+        has_kv: bool = True,
     ) -> None:
+        """Begin with an empty pool.
+
+        Args:
+            num_blocks: blocks in the pool.
+            block_size: tokens per block.
+            enable_prefix_caching: whether equal prefixes share blocks. A model with a state needs
+                ``snapshots`` for it.
+            tiers: the stores below the pool.
+            snapshots: see the attributes.
+            has_kv: False if blocks only count tokens: a snapshot has all there is of a prefix.
+        """
         assert enable_prefix_caching or tiers is None, "stores need a prefix cache"
+        assert enable_prefix_caching or snapshots is None, "snapshots are part of a prefix cache"
+        assert has_kv or snapshots is not None or not enable_prefix_caching, "nothing is cached"
+        self.snapshots = snapshots
+        self._has_kv = has_kv
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.tiers = tiers
@@ -67,31 +104,112 @@ class KVCacheManager:
         use_cache: bool,
         inputs: PromptInputs = NO_INPUTS,
         lasting_salt: bytes | None = None,
+        tail: Tail | None = None,
     ) -> BlockTable:
         """Return a table that begins with the cached blocks of the longest known prefix.
 
         At least one token is left to compute, since its logits are needed. The prefix ends where
-        rows of ``inputs`` may be cut. ``lasting_salt`` is ``salt`` as every process has it; None if
-        no store may have the blocks.
+        rows of ``inputs`` may be cut; for a model with a state, where there is a snapshot, which
+        the table holds. ``lasting_salt`` is ``salt`` as every process has it; None if no store may
+        have the blocks. ``tail`` is what the sequence left when it was preempted; ``claim_tail``
+        must follow if the table is used.
         """
         lasting_root = None if lasting_salt is None else root_hash(lasting_salt)
         table = BlockTable(root_hash(salt), self._generation, inputs, lasting_root)
         if not (use_cache and self.enable_prefix_caching):
             return table
-        matched: list[int] = []
+        matched = self._match(table, token_ids)
+        num_whole = self.count_whole(inputs, len(matched))
+        if self.snapshots is None:
+            last = list[int | None]()
+        elif tail is not None and self._may_use(tail, table, token_ids):
+            table.snapshot = self.snapshots.hold(tail.content)
+            num_whole, last = len(matched), [self._pool.find(tail.content)]
+            table.tail = tail.content
+        else:
+            num_whole, last = self._hold_snapshot(table, num_whole, self.snapshots), []
+        del matched[num_whole:], table.hashes[num_whole:]
+        table.num_cached = tail.num_tokens if tail and last else num_whole * self.block_size
+        return self._own(table, [*matched, *last])
+
+    def _match(self, table: BlockTable, token_ids: Sequence[int]) -> list[int | None]:
+        """Return the blocks of the longest cached chain, whose hashes are added to the table.
+
+        Without KV it is the whole chain, with None for blocks that are not cached.
+        """
+        matched: list[int | None] = []
         for first in range(0, len(token_ids) - self.block_size, self.block_size):
             link = self._hash(table, token_ids, first)
             block = self._pool.find(table.root + link)
-            if block is None:
+            if block is None and self._has_kv:
                 break
             matched.append(block)
             table.hashes.append(link)
-        num_whole = self.count_whole(inputs, len(matched))
-        del matched[num_whole:], table.hashes[num_whole:]
-        for block in matched:
-            self._pool.share(block)
-        table.append(matched)
+        return matched
+
+    def _may_use(self, tail: Tail, table: BlockTable, token_ids: Sequence[int]) -> bool:
+        """Return True if there is all that the tail of a table's sequence needs."""
+        assert self.snapshots is not None, "a tail without snapshots"
+        if not tail.content.startswith(table.root) or not self.snapshots.has(tail.content):
+            return False
+        num_before = (tail.num_tokens - 1) // self.block_size
+        if len(table.hashes) != num_before or len(token_ids) <= tail.num_tokens:
+            return False
+        block = self._pool.find(tail.content)
+        return not self._has_kv or (block is not None and self._pool.is_cached(block))
+
+    def _hold_snapshot(self, table: BlockTable, num_blocks: int, snapshots: StateSnapshots) -> int:
+        """Let a table hold the latest snapshot; return the number of full blocks before it."""
+        for count in range(num_blocks, 0, -1):
+            content = table.root + table.hashes[count - 1]
+            if snapshots.has(content):
+                table.snapshot = snapshots.hold(content)
+                return count
+        return 0
+
+    def _own(self, table: BlockTable, blocks: list[int | None]) -> BlockTable:
+        """Give a table its cached blocks; None stands for one that only counts tokens."""
+        for block in blocks:
+            if block is not None:
+                self._pool.share(block)
+        missing = self._allocate(blocks.count(None))
+        if missing is None:
+            table.append([block for block in blocks if block is not None])
+            self.free(table, is_saved=False)
+            return table
+        table.append([missing.pop() if block is None else block for block in blocks])
         return table
+
+    def claim_tail(self, table: BlockTable) -> None:
+        """Let a table that begins with a tail change its last block."""
+        content, table.tail = table.tail, b""
+        if content and self.snapshots is not None:
+            self.snapshots.forget(content)
+            if self._pool.find(content) is not None:
+                self._pool.drop_content(table.blocks[-1])
+
+    def leave_tail(
+        self, table: BlockTable, token_ids: Sequence[int], num_tokens: int
+    ) -> Tail | None:
+        """Let the last block of a table be found by exactly so many tokens, all known.
+
+        Return None if what is before it cannot be found. A step in flight may still compute the
+        last token: the snapshot must not be found unless that step succeeds.
+        """
+        size, num_before = self.block_size, (num_tokens - 1) // self.block_size
+        if not self.is_current(table) or len(token_ids) < num_tokens or not num_tokens:
+            return None
+        if num_tokens % size == 0 and len(table.hashes) * size >= num_tokens:
+            content = table.root + table.hashes[num_tokens // size - 1]
+            return Tail(content, num_tokens, is_whole=True)
+        if len(table.hashes) != num_before:
+            return None
+        start = num_before * size
+        parent = b"tail %d of " % num_tokens + table.parent
+        key = table.inputs.block_key(start, num_tokens)
+        content = table.root + block_hash(parent, token_ids[start:num_tokens], key)
+        self._pool.set_content(table.blocks[num_before], content)
+        return Tail(content, num_tokens)
 
     def count_whole(self, inputs: PromptInputs, num_blocks: int) -> int:
         """Return how many of a prompt's first blocks, at most ``num_blocks``, may be a prefix.
@@ -243,7 +361,20 @@ class KVCacheManager:
             self._queue_saves(table, table.lasting_root, self.tiers)
         for block in reversed(table.blocks):
             self._pool.release(block)
+        if table.snapshot is not None:
+            self.take_snapshot(table)
         table.clear()
+
+    def take_snapshot(self, table: BlockTable) -> int:
+        """Return the slot that a table holds, and hold it no longer.
+
+        The copy that restores it must be in the next batch: then the slot may have another use.
+        """
+        slot, table.snapshot = table.snapshot, None
+        assert slot is not None, "the table holds no snapshot"
+        assert self.snapshots is not None
+        self.snapshots.release(slot)
+        return slot
 
     def _queue_saves(self, table: BlockTable, root: bytes, tiers: Tiers) -> None:
         """Have stores get what they lack of a table's cached blocks, if it is worth it."""
@@ -283,6 +414,8 @@ class KVCacheManager:
         What stores have stays; what they were to get of the pool is forgotten.
         """
         self._pool.clear_cache()
+        if self.snapshots is not None:
+            self.snapshots.clear()
         self._generation += 1
         if self.tiers is not None:
             self.tiers.saves.clear()

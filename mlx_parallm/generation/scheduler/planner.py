@@ -11,7 +11,8 @@ from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.restore import Restorer
 from mlx_parallm.generation.scheduler.running import ClientShares, RunningSet
-from mlx_parallm.generation.scheduler.sequence import RequestGroup, Sequence
+from mlx_parallm.generation.scheduler.sequence import Sequence
+from mlx_parallm.generation.scheduler.snapshotting import Snapshotter
 from mlx_parallm.generation.scheduler.speculating import Speculator
 from mlx_parallm.generation.scheduler.step_cost import (
     MIN_CHUNK,
@@ -54,9 +55,9 @@ class Planner:
         waiting: WaitingQueue,
         running: RunningSet,
         speculator: Speculator | None,
+        snapshotter: Snapshotter,
         *,
         max_model_len: int,
-        has_state: bool,
         num_tower_stages: int = 1,
     ) -> None:
         # Every decode row must fit: a step without room for all of them would starve some.
@@ -74,10 +75,10 @@ class Planner:
         self._waiting = waiting
         self._running = running
         self._speculator = speculator
+        self._snapshotter = snapshotter
         self._shares = ClientShares(waiting, running)
         self._restorer = None if kv.tiers is None else Restorer(kv, kv.tiers, running)
         self._max_model_len = max_model_len
-        self._has_state = has_state
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.num_preemptions = 0
@@ -111,6 +112,7 @@ class Planner:
         self._compute_inputs(plan, is_first=False)
         if prefilling or len(self._running) > num_running or plan.has_new_products:
             self._spread_rest(plan)
+        self._snapshotter.trim(plan)
         if self._speculator is not None:
             self._speculator.plan_drafts(plan, len(self._running))
         return plan
@@ -129,7 +131,7 @@ class Planner:
         for victim in self._shares.overdrawn():
             if self._running.num_free_slots >= len(owed) and self._count_spare() >= needed:
                 return
-            self._send_back(victim)
+            self._send_back(victim, leaves_state=True)
             self._waiting.put_back(victim)
 
     def _plan_decode(self, plan: StepPlan) -> bool:
@@ -172,21 +174,23 @@ class Planner:
         while not self._kv.grow(sequence.blocks, sequence.num_computed + num_tokens):
             victim = self._running.worst
             plan.drop(victim)
-            self._preempt(victim)
+            self._preempt(victim, leaves_state=True)
             if victim is sequence:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self._send_back(sequence)
+    def _preempt(self, sequence: Sequence, *, leaves_state: bool = False) -> None:
+        self._send_back(sequence, leaves_state=leaves_state)
         self._waiting.push_front(sequence)
 
-    def _send_back(self, sequence: Sequence) -> None:
+    def _send_back(self, sequence: Sequence, *, leaves_state: bool) -> None:
+        tail = self._snapshotter.leave(sequence) if leaves_state else None
         self._running.stop(sequence)
+        sequence.tail = tail
         self.num_preemptions += 1
 
     def preempt_all(self) -> None:
-        """Preempt every running sequence."""
+        """Preempt every running sequence, whose state may be wrong."""
         for sequence in reversed(list(self._running)):
             self._preempt(sequence)
 
@@ -321,18 +325,22 @@ class Planner:
         """Return how many of a sequence's next tokens can run in this step.
 
         They are at most ``limit``, unless they begin with rows that must not be cut; they end
-        before an input that is not computed. Fewer than a block of tokens wait for it beside decode
-        rows: a step of these alone is shorter, and the prefix cache keeps whole blocks only. None
-        run before blocks that stores had are filled.
+        where the state is kept, and before an input that is not computed. Fewer than a block of
+        tokens wait for it beside decode rows: a step of these alone is shorter, and the prefix
+        cache keeps whole blocks only. None run before blocks that stores had are filled.
         """
         inputs, held = sequence.group.inputs, sequence.held
         if sequence.arrived:
             return 0
-        if not inputs or limit <= 0:
+        planned = plan.num_tokens.get(sequence, 0)
+        start = sequence.num_computed + planned
+        if limit <= 0:
             return limit
-        if held is None:  # a better sequence preempted it
+        if sequence.slot is None:  # a better sequence preempted it
             return 0
-        start = sequence.num_computed + plan.num_tokens.get(sequence, 0)
+        limit = self._snapshotter.stop(sequence, start, limit, is_planned=planned > 0)
+        if held is None or limit <= 0:
+            return limit
         stop = inputs.cut(start, start + limit)
         if stop == start:
             stop = inputs.end_of(start)
@@ -379,13 +387,13 @@ class Planner:
             return False
         sequence.group.refresh_weights()
         reusable = sequence.group.num_reusable
-        use_cache = not self._has_state and reusable > 0
+        use_cache = reusable > 0
         known = sequence.token_ids
         if use_cache and reusable < len(known):
             known = known[: reusable + 1]
         is_cached = sequence.group.weights.is_cached
         use_cache = use_cache and is_cached
-        table = self._new_table(sequence.group, known, use_cache=use_cache)
+        table = self._new_table(sequence, known, use_cache=use_cache)
         if not is_cached:
             self._kv.withhold(table)
         if (
@@ -400,22 +408,24 @@ class Planner:
             self._kv.free(table, is_saved=False)
             sequence.blocked_at = available
             return False
+        self._kv.claim_tail(table)
         self._waiting.admit(sequence)
-        self._running.start(sequence, table, len(table.blocks) * self._kv.block_size)
+        self._running.start(sequence, table, table.num_cached)
         if self._restorer is not None:
             self._restorer.take(sequence, known)
         self._count_prefix(sequence, use_cache=use_cache)
         return True
 
-    def _new_table(self, group: RequestGroup, known: list[int], *, use_cache: bool) -> BlockTable:
-        """Return a table with the cached blocks of a request's tokens."""
-        tiers = self._kv.tiers
+    def _new_table(self, sequence: Sequence, known: list[int], *, use_cache: bool) -> BlockTable:
+        """Return a table with the cached blocks of a sequence's tokens."""
+        tiers, group = self._kv.tiers, sequence.group
         return self._kv.new_table(
             known,
             group.salt,
             use_cache=use_cache,
             inputs=group.inputs,
             lasting_salt=None if tiers is None else tiers.salt(group.lasting_salt),
+            tail=sequence.tail,
         )
 
     def _count_spare(self) -> int:
@@ -466,7 +476,7 @@ class Planner:
         follower.num_drafted = min(leader.num_drafted, leader.num_computed)
         if block_copy is not None:
             plan.block_copies[follower] = block_copy
-        if self._has_state and leader.slot is not None and follower.slot is not None:
+        if self._snapshotter.has_state and leader.slot is not None and follower.slot is not None:
             plan.state_copies[follower] = (leader.slot, follower.slot)
         plan.add(follower, 1)
         return True

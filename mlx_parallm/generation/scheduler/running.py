@@ -172,7 +172,8 @@ class RunningSet:
     def start(self, sequence: Sequence, table: BlockTable, num_computed: int) -> None:
         """Start a sequence: give it a slot, and blocks that hold ``num_computed`` tokens."""
         sequence.table = table
-        sequence.num_computed = num_computed
+        sequence.num_computed = sequence.num_kept = num_computed
+        sequence.tail = None
         sequence.num_drafted = self._kv.count_drafted(table)
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.blocked_at = 0

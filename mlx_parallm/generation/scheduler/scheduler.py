@@ -6,12 +6,13 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import count
 
-from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
+from mlx_parallm.config import STATE_SNAPSHOT_TOKENS, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.engine.adapter_slots import AdapterSlots
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.planner import Planner
 from mlx_parallm.generation.scheduler.running import LiveRequests, RunningSet
 from mlx_parallm.generation.scheduler.sequence import RequestGroup, RowInFlight, Sequence
+from mlx_parallm.generation.scheduler.snapshotting import Snapshotter
 from mlx_parallm.generation.scheduler.speculating import Speculator
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
 from mlx_parallm.generation.scheduler.updates import (
@@ -31,6 +32,9 @@ from mlx_parallm.types.step import (
     StepOutput,
 )
 
+# BAD_STATE: why a request fails whose state has a NaN.
+BAD_STATE = "The model's state has values that are not numbers, so nothing can follow."
+
 
 class Scheduler:
     """Continuous batching with chunked prefill, forks and preemption by recomputation."""
@@ -44,11 +48,13 @@ class Scheduler:
         has_state: bool = False,
         speculative: SpeculativeConfig | None = None,
         num_tower_stages: int = 1,
+        snapshot_tokens: int = STATE_SNAPSHOT_TOKENS,
     ) -> None:
+        has_snapshots = kv.snapshots is not None
+        assert not has_state or has_snapshots or not kv.enable_prefix_caching, "states are not kept"
         self._kv = kv
         # The pool bounds a sequence too: a sequence that has all blocks must be able to end.
         self._max_len = min(max_model_len, kv.num_blocks * kv.block_size)
-        self._has_state = has_state
         self._waiting = WaitingQueue()
         self._running = RunningSet(config, kv, num_tower_stages=num_tower_stages)
         self._live = LiveRequests(self._running, config.max_waiting)
@@ -57,14 +63,15 @@ class Scheduler:
         self._speculator = (
             None if speculative is None else Speculator(speculative, kv, self._max_len)
         )
+        self._snapshotter = Snapshotter(kv, snapshot_tokens, has_state=has_state)
         self._planner = Planner(
             config,
             kv,
             self._waiting,
             self._running,
             self._speculator,
+            self._snapshotter,
             max_model_len=self._max_len,
-            has_state=has_state,
             num_tower_stages=num_tower_stages,
         )
         self._constant = PolicyWeights()
@@ -170,13 +177,14 @@ class Scheduler:
         self._planner.preempt_all()
 
     def reset_prefix_cache(self, *, reset_running: bool) -> None:
-        """Empty the prefix cache in the pool; stores keep what they have.
+        """Empty the prefix cache: blocks in the pool and snapshots; stores keep what they have.
 
         ``reset_running``: running sequences are preempted and computed anew.
         """
         if reset_running:
             self.recompute_running()
         self._kv.reset_prefix_cache()
+        self._snapshotter.clear()
         self._running.inputs.clear()
 
     def schedule_saves(self) -> ScheduledBatch | None:
@@ -236,11 +244,13 @@ class Scheduler:
             images_computed=self._running.input_runs.num_images_computed,
             images_found=inputs.num_images_found,
             input_bytes=inputs.used_bytes,
+            snapshots=self._snapshotter.stats,
         )
 
     def check_integrity(self) -> None:
         """Assert that blocks and slots are accounted for; for tests and idle moments."""
         self._running.check_integrity()
+        self._snapshotter.check_integrity(sequence.blocks for sequence in self._running)
         self._live.check_integrity()
         if self._kv.tiers is not None:
             fetches = (sequence.fetch for sequence in self._live.by_id.values())
@@ -269,6 +279,13 @@ class Scheduler:
             plan.num_tokens.items(), key=lambda row: row[1] > 1 or row[0] in plan.proposals
         )
         step_id = next(self._steps)
+        captures = self._snapshotter.take_copies(step_id) if plan.num_tokens else []
+        self._snapshotter.note(plan, step_id)
+        restores = [
+            (self._kv.take_snapshot(sequence.blocks), sequence.slot)
+            for sequence in plan.num_tokens
+            if sequence.blocks.snapshot is not None and sequence.slot is not None
+        ]
         ended, self._ended = tuple(self._ended), []
         self._in_flight[step_id] = {
             sequence.seq_id: RowInFlight(sequence.group, sequence.blocks, sequence.content)
@@ -285,7 +302,8 @@ class Scheduler:
                 for sequence, tokens in rows
             ),
             block_copies=tuple(plan.block_copies.values()),
-            state_copies=tuple(plan.state_copies.values()),
+            state_copies=(*captures, *restores, *plan.state_copies.values()),
+            num_captures=len(captures),
             ended=ended,
             adapters={
                 sequence.adapter_slot: sequence.adapter
@@ -327,7 +345,8 @@ class Scheduler:
                 begun.group.add_prompt_logprobs(at, entries, begun.content)
             if sequence is not None:
                 updates += self._advance(sequence, row, begun, tokens.get(row.seq_id, []))
-        return updates
+        bad = self._snapshotter.end(batch.step_id, output.bad_slots)
+        return updates + [each for group in bad for each in self._fail_group(group, BAD_STATE)]
 
     def fail(self, batch: ScheduledBatch, message: str) -> list[SequenceUpdate]:
         """End every request of a step that raised; its blocks do not enter the prefix cache.
@@ -336,6 +355,7 @@ class Scheduler:
         was to fill blocks.
         """
         rows = self._in_flight.pop(batch.step_id).values()
+        self._snapshotter.fail(batch.step_id)
         slots = {slot for stages in batch.moves.stages for slot in stages.slots}
         groups = [begun.group for begun in rows]
         groups += [
@@ -421,8 +441,9 @@ class Scheduler:
         return updates
 
     def _commit(self, sequence: Sequence, begun: RowInFlight, num_computed: int) -> None:
-        if sequence.table is begun.table and not self._has_state:
+        if sequence.table is begun.table:
             self._kv.commit(sequence.blocks, sequence.token_ids, num_computed)
+            self._snapshotter.resolve(sequence, num_computed)
 
     def _update(
         self,
@@ -443,6 +464,7 @@ class Scheduler:
 
     def _fail_group(self, group: RequestGroup, message: str) -> list[SequenceUpdate]:
         """End every remaining sample of a request."""
+        self._snapshotter.fail_group(group)
         updates = [
             SequenceUpdate(request_id=group.request.request_id, index=index, error=message)
             for index in group.sequences

@@ -12,6 +12,7 @@ from mlx_parallm.generation.inputs.held import HeldInputs
 from mlx_parallm.generation.inputs.prompt_inputs import PromptInputs
 from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.kv_cache.fetches import ChainFetch
+from mlx_parallm.generation.kv_cache.manager import Tail
 from mlx_parallm.generation.kv_cache.tiers import ArrivedBlock
 from mlx_parallm.generation.scheduler.thinking import ThinkingTracker
 from mlx_parallm.generation.speculation import Speculation
@@ -179,6 +180,8 @@ class Sequence:
         num_computed: leading tokens whose KV (and state) exists, or will once the steps in flight
             have ended.
         num_pending: tokens that steps in flight are choosing.
+        num_kept: leading tokens after which its state was kept last, or found.
+        tail: what it left when it was preempted; None if it left nothing, and while it runs.
         num_drafted: leading tokens that a draft model has computed, or is going to.
         num_proposed: proposals that the step in flight verifies; any number of them becomes tokens.
         speculation: makes its proposals; None before the first.
@@ -210,6 +213,8 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list[int])
     num_computed: int = 0
     num_pending: int = 0
+    num_kept: int = 0
+    tail: Tail | None = None
     num_drafted: int = 0
     num_proposed: int = 0
     speculation: Speculation | None = None

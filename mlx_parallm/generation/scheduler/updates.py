@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mlx_parallm.generation.kv_cache.snapshots import SnapshotStats
 from mlx_parallm.types.events import FinishReason, PromptEvent
 from mlx_parallm.types.record import message
 from mlx_parallm.types.request import DEFAULT_VERSION
@@ -72,6 +73,7 @@ class SchedulerStats:
         images_computed: how often an image's features were computed so far.
         images_found: how often a sequence found them kept.
         input_bytes: size of the features and other products of inputs that are kept.
+        snapshots: of the states after prefixes.
     """
 
     num_running: int = 0
@@ -86,3 +88,4 @@ class SchedulerStats:
     images_computed: int = 0
     images_found: int = 0
     input_bytes: int = 0
+    snapshots: SnapshotStats = field(default_factory=SnapshotStats)

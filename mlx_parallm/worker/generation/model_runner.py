@@ -68,6 +68,7 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
         drafts: mx.array | None = None,
         failed: Mapping[int, str] | None = None,
         *,
+        snapshots: Mapping[int, mx.array] | None = None,
         faults: DeviceFaults,
         recovering: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -78,6 +79,8 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
         self._scored = scored
         self._drafts = drafts
         self._failed = failed or {}
+        # By slot: True if the snapshot has a NaN.
+        self._snapshots = snapshots or {}
         self._faults = faults
         self._num_faults = faults.count
         self._recovering = recovering
@@ -116,6 +119,7 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
 
     def _outputs(self) -> list[mx.array]:
         outputs = [array for result in self._scored.values() for array in result.arrays()]
+        outputs += self._snapshots.values()
         outputs += [array for array in (self._drafts, self.token_copy) if array is not None]
         return outputs if self._sampled is None else outputs + self._sampled.arrays()
 
@@ -155,7 +159,8 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
         if failed:
             tokens = tuple(token for token in tokens if token.seq_id not in failed)
             scored = {seq_id: entries for seq_id, entries in scored.items() if seq_id not in failed}
-        return StepOutput(tokens=tokens, prompt_logprobs=scored, failed=failed)
+        bad_slots = tuple(slot for slot, is_bad in self._snapshots.items() if is_bad.item())
+        return StepOutput(tokens=tokens, prompt_logprobs=scored, failed=failed, bad_slots=bad_slots)
 
 
 def _not_numbers(
@@ -360,7 +365,8 @@ class ModelRunner(Runner):
         if not rows.has_pending or self._is_reading(target for _, target in batch.block_copies):
             self._end_latest()
         self._path.copy_blocks(batch.block_copies)
-        self._path.copy_state(batch.state_copies)
+        snapshots = self._path.capture_state(batch.state_copies[: batch.num_captures])
+        self._path.copy_state(batch.state_copies[batch.num_captures :])
         token_ids = self._tokens.fill(batch.sequences)
         drafts = self._propose(batch)
         if drafts is not None:
@@ -377,6 +383,7 @@ class ModelRunner(Runner):
             self._score(logits, rows),
             drafts,
             constraints.failed,
+            snapshots=snapshots,
             faults=self._faults,
             recovering=self._recovering,
         )

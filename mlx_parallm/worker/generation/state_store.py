@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_parallm.types.errors import StepError
 from mlx_parallm.worker.generation.cache_layout import StateLayout
 
 #: States by cache, then by entry: an array ``[B, ...]``, or None for an entry not yet written.
@@ -108,6 +109,24 @@ class StateStore:
         if source in self._rows:
             self._rows[target] = self._own(*self._rows[source])
 
+    def capture(self, source: int, target: int) -> mx.array:
+        """Copy the state of a slot into memory of its own, as that of slot ``target``.
+
+        Return True if it has a NaN, lazy bool ``[]``.
+
+        Raises:
+            StepError: the slot has no state.
+        """
+        if source not in self._rows:
+            raise StepError(f"slot {source} has no state to keep")
+        batch, row = self._own(*self._rows[source])
+        # A part of a larger array, such as a convolution's last inputs, would keep all of it alive.
+        own = [[_compact(array) for array in entries] for entries in batch.states]
+        self._rows[target] = StateBatch(own, 1), row
+        self._note(own)
+        arrays = [array for entries in own for array in entries if isinstance(array, mx.array)]
+        return mx.stack([mx.isnan(array).any() for array in arrays]).any()
+
     def take_written(self) -> list[mx.array]:
         """Return the arrays made since the last call; they must be evaluated with the step."""
         written, self._written = self._written, []
@@ -187,6 +206,10 @@ def _sliced(array: Any, indices: Sequence[int]) -> Any:
 
 def _rows_of(array: Any, indices: mx.array | None) -> Any:
     return array[indices] if indices is not None and isinstance(array, mx.array) else array
+
+
+def _compact(array: Any) -> Any:
+    return mx.contiguous(array) if isinstance(array, mx.array) else array
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -22,7 +22,6 @@ from mlx_parallm.engine.live_weights import LiveWeights, WeightsUpdate
 from mlx_parallm.engine.policies import AdapterUpload, Policies
 from mlx_parallm.generation.device_runner import DeviceRunner
 from mlx_parallm.generation.engine import GenerationEngine
-from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.errors import InvalidRequestError, OutOfMemoryError, OverloadedError
@@ -39,7 +38,8 @@ from tests.rank_simulator import (
     lone_worker,
     simulated_world,
 )
-from tests.version_harness import NoMetrics, Tokenizer
+from tests.scheduler_harness import make_kv
+from tests.version_harness import NUM_SNAPSHOTS, NoMetrics, Tokenizer
 
 # Each refusal for lack of memory searches for garbage.
 pytestmark = pytest.mark.usefixtures("short_searches_for_garbage")
@@ -99,14 +99,20 @@ class Settings:
             runs_ahead=self.runs_ahead,
         )
         copies = self.speculative is not None
-        spec = SimulatedSpec(info, self.scheduler.max_num_seqs, copies)
+        spec = SimulatedSpec(info, self.scheduler.max_num_seqs + NUM_SNAPSHOTS, copies)
         worker.execute(Load(model=MODEL, spec=spec))
         plan: Any = worker.execute(Allocate(model=MODEL, num_blocks=self.num_blocks))
         scheduler = Scheduler(
             self.scheduler,
-            KVCacheManager(self.num_blocks, BLOCK_SIZE, enable_prefix_caching=not self.has_state),
+            make_kv(
+                self.num_blocks,
+                BLOCK_SIZE,
+                num_seqs=self.scheduler.max_num_seqs,
+                num_snapshots=NUM_SNAPSHOTS if self.has_state else None,
+            ),
             max_model_len=MAX_LEN,
             has_state=self.has_state,
+            snapshot_tokens=8,
             speculative=self.speculative,
         )
         policies = Policies(

@@ -18,7 +18,13 @@ from mlx_parallm.types.step import KVPlan
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.attention.dense import SCORE_BYTES, is_fused
 from mlx_parallm.worker.device.properties import backend_name
-from mlx_parallm.worker.generation.cache_layout import CacheLayout, kv_shapes
+from mlx_parallm.worker.generation.cache_layout import (
+    CacheLayout,
+    OpaqueLayout,
+    kv_shapes,
+    leaves,
+    state_layouts,
+)
 
 # A model without KV still has block tables. NOMINAL_BYTES_PER_TOKEN bounds their number.
 NOMINAL_BYTES_PER_TOKEN = 64
@@ -44,11 +50,15 @@ def plan_kv(
     per_token = sum(backend.bytes_per_token(shape) for shape in kv_shapes(layouts))
     per_token = per_token or NOMINAL_BYTES_PER_TOKEN
     blocks_per_sequence = -(-length // cache.block_size)
+    is_opaque = any(isinstance(layout, OpaqueLayout) for layout in leaves(layouts))
+    state_bytes = sum(layout.num_bytes for layout in state_layouts(layouts))
     return KVPlan(
         cache.block_size,
         per_token * cache.block_size,
         blocks_per_sequence * scheduler.max_num_seqs,
         length,
+        state_bytes=0 if is_opaque else state_bytes,
+        has_kv=bool(kv_shapes(layouts)),
     )
 
 

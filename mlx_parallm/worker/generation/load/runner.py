@@ -217,6 +217,7 @@ def _facts(
         kv_bytes=0 if isinstance(path, AlonePath) else num_blocks * plan.block_bytes,
         weight_bytes=loaded.weight_bytes + (draft.weight_bytes if draft else 0),
         has_state=path.has_state,
+        state_bytes=0 if isinstance(path, AlonePath) else plan.state_bytes,
         attention_backend=backend.name,
         dtype=loaded.dtype,
         kv_cache_dtype=kv_cache_dtype_of(backend.quantisation),

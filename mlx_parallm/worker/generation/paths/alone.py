@@ -102,3 +102,8 @@ class AlonePath(ForwardPath):
     def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:
             self._caches[target] = copy.deepcopy(self._caches[source])
+
+    def capture_state(self, pairs: Sequence[tuple[int, int]]) -> dict[int, mx.array]:
+        """Return nothing: no snapshot is made where states have no slots."""
+        assert not pairs, "the state cannot be copied by slot"
+        return {}

@@ -102,6 +102,13 @@ class ForwardPath(Protocol):
         """Copy per-sequence state ``(source slot, target slot)``."""
         ...
 
+    def capture_state(self, pairs: Sequence[tuple[int, int]]) -> dict[int, mx.array]:
+        """Copy per-sequence state ``(source slot, target slot)`` into memory of its own.
+
+        Return, by target, True if the state has a NaN, lazy bool ``[]``.
+        """
+        ...
+
 
 class PooledPath(ForwardPath):
     """A path whose KV is in pools and whose other state has slots.
@@ -175,3 +182,7 @@ class PooledPath(ForwardPath):
     def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:
             self._states.copy(source, target)
+
+    @override
+    def capture_state(self, pairs: Sequence[tuple[int, int]]) -> dict[int, mx.array]:
+        return {target: self._states.capture(source, target) for source, target in pairs}

@@ -157,7 +157,7 @@ class InputHarness(SchedulerHarness):
         self.pixels: list[weakref.ref[HostArray]] = []
 
     def make_runner(self, num_blocks: int, *, has_state: bool) -> InputRunner:
-        return InputRunner(num_blocks, self.block_size, 4, has_state=has_state)
+        return InputRunner(num_blocks, self.block_size, 4 + 3, has_state=has_state)
 
     def add_parts(
         self,

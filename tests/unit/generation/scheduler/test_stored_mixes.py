@@ -110,7 +110,7 @@ class MixedHarness(InputHarness):
         }
 
     def make_runner(self, num_blocks: int, *, has_state: bool) -> InputRunner:
-        self.marking = MarkingRunner(num_blocks, self.block_size, 4, has_state=has_state)
+        self.marking = MarkingRunner(num_blocks, self.block_size, 4 + 3, has_state=has_state)
         return self.marking
 
     def add_wanted(self, wanted: Wanted, name: str) -> None:

@@ -1,0 +1,237 @@
+"""Where prompts are cut so that their states can be kept, and the copies that keep them.
+
+A snapshot is made of the state with which a step leaves a sequence. The copy is part of the next
+step, before its forward, because a step may be scheduled before the one before it has ended.
+Nothing finds the snapshot until both have succeeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from itertools import chain
+
+from mlx_parallm.generation.kv_cache.blocks import BlockTable
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager, Tail
+from mlx_parallm.generation.kv_cache.snapshots import SnapshotStats, StateSnapshots
+from mlx_parallm.generation.scheduler.sequence import RequestGroup, Sequence
+from mlx_parallm.generation.scheduler.step_plan import StepPlan
+
+
+@dataclass(slots=True, eq=False)
+class Capture:
+    """A snapshot that is being made.
+
+    Attributes:
+        sequence: whose state it is.
+        table: the blocks of the prefix.
+        num_tokens: the length of the prefix.
+        source: the slot of the sequence.
+        target: the slot of the snapshot.
+        made_by: the step that leaves the state.
+        is_passing: see ``StateSnapshots.commit``.
+        content: of the prefix; None until the step has ended.
+        is_void: True if the snapshot must not be found.
+    """
+
+    sequence: Sequence
+    table: BlockTable
+    num_tokens: int
+    source: int
+    target: int
+    made_by: int
+    is_passing: bool = False
+    content: bytes | None = None
+    is_void: bool = False
+
+
+class Snapshotter:
+    """Decides which states are kept.
+
+    These are: after the last whole block of a prompt, which the next turn of a chat begins with;
+    after the last whole block before the latest user turn, with which the next turn begins if the
+    template drops the reasoning of the answer; and every ``interval`` tokens.
+
+    Attributes:
+        has_state: True if sequences have a state besides KV.
+    """
+
+    def __init__(self, kv: KVCacheManager, interval: int, *, has_state: bool) -> None:
+        """Begin without snapshots.
+
+        Args:
+            kv: has their slots; none if they are not kept.
+            interval: tokens between snapshots within a prompt.
+            has_state: True if sequences have a state at all.
+        """
+        self.has_state = has_state
+        self._kv = kv
+        self._interval = interval
+        self._latest_step = -1
+        # Those that the next step copies, and those that steps in flight copy.
+        self._due: list[Capture] = []
+        self._begun: dict[int, list[Capture]] = {}
+
+    @property
+    def _snapshots(self) -> StateSnapshots | None:
+        return self._kv.snapshots
+
+    def stop(self, sequence: Sequence, start: int, limit: int, *, is_planned: bool) -> int:
+        """Return how many of at most ``limit`` rows from ``start`` may run before the next place.
+
+        ``is_planned``: rows before ``start`` are in the same step. None may follow them there if
+        they end at a place.
+        """
+        if limit <= 1 and not is_planned:
+            return limit
+        if self._snapshots is None or not self._kv.is_current(sequence.blocks):
+            return limit
+        places = self._places(sequence)
+        if is_planned and start in places:
+            return 0
+        ahead = [place - start for place in places if start < place < start + limit]
+        return min(ahead, default=limit)
+
+    def _places(self, sequence: Sequence) -> tuple[int, ...]:
+        """Return the positions of a prompt after which its state is asked for."""
+        size = self._kv.block_size
+        last = (len(sequence.token_ids) - 1) // size * size
+        turn = sequence.request.turn_start
+        return (last,) if turn is None else (turn // size * size, last)
+
+    def trim(self, plan: StepPlan) -> None:
+        """End chunks with a whole block where the state after them is kept."""
+        if self._snapshots is None:
+            return
+        for sequence, num_tokens in plan.num_tokens.items():
+            start = sequence.num_computed
+            rest = (start + num_tokens) % self._kv.block_size
+            end = start + num_tokens - rest
+            is_due = num_tokens > rest > 0 and self._is_due(sequence, end)
+            if is_due and sequence.group.inputs.cut(start, end) == end:
+                plan.num_tokens[sequence] -= rest
+                plan.budget_left += rest
+
+    def _is_due(self, sequence: Sequence, end: int) -> bool:
+        """Return True if a state is kept after ``end`` tokens as the last one is far behind."""
+        return end - sequence.num_kept >= self._interval and self._kv.is_current(sequence.blocks)
+
+    def note(self, plan: StepPlan, step_id: int) -> None:
+        """Keep states that a planned step leaves, before its tokens count as computed."""
+        self._latest_step = step_id
+        if self._snapshots is None:
+            return
+        for sequence, num_tokens in plan.num_tokens.items():
+            end = sequence.num_computed + num_tokens
+            if end % self._kv.block_size or sequence in plan.proposals:
+                continue
+            is_place = end in self._places(sequence)
+            is_kept = self._kv.is_current(sequence.blocks) and (
+                is_place or self._is_due(sequence, end)
+            )
+            if is_kept and sequence.group.inputs.cut(0, end) == end:
+                self._capture(sequence, end, is_passing=not is_place)
+
+    def _capture(
+        self, sequence: Sequence, num_tokens: int, *, is_passing: bool = False
+    ) -> Capture | None:
+        assert self._snapshots is not None
+        assert sequence.slot is not None
+        target = self._snapshots.reserve()
+        if target is None:
+            return None
+        sequence.num_kept = num_tokens
+        table, slot = sequence.blocks, sequence.slot
+        capture = Capture(sequence, table, num_tokens, slot, target, self._latest_step, is_passing)
+        self._due.append(capture)
+        return capture
+
+    def leave(self, sequence: Sequence) -> Tail | None:
+        """Keep the state with which a sequence is preempted.
+
+        Return how that is found again; None if it is found as other prefixes are, or not at all.
+        """
+        table, num_tokens = sequence.blocks, sequence.num_computed
+        is_exact = sequence.is_caught_up and not sequence.num_proposed
+        if self._snapshots is None or table.snapshot is not None or not is_exact:
+            return None
+        tail = self._kv.leave_tail(table, sequence.token_ids, num_tokens)
+        if tail is None or self._snapshots.has(tail.content):
+            return None
+        capture = self._capture(sequence, num_tokens)
+        if capture is None:
+            return None
+        capture.content = tail.content
+        return None if tail.is_whole else tail
+
+    def take_copies(self, step_id: int) -> list[tuple[int, int]]:
+        """Return the copies that make snapshots, for the step that is being scheduled."""
+        if not self._due:
+            return []
+        due = self._begun[step_id] = self._due
+        self._due = []
+        return [(capture.source, capture.target) for capture in due]
+
+    def resolve(self, sequence: Sequence, num_tokens: int) -> None:
+        """Note the content of a prefix that a step has computed, once its blocks have theirs."""
+        for capture in self._all():
+            if capture.sequence is sequence and capture.num_tokens == num_tokens:
+                num_blocks, hashes = num_tokens // self._kv.block_size, capture.table.hashes
+                if capture.content is None and len(hashes) >= num_blocks:
+                    capture.content = capture.table.root + hashes[num_blocks - 1]
+
+    def end(self, step_id: int, bad_slots: Collection[int]) -> set[RequestGroup]:
+        """Let the snapshots that a step has copied be found.
+
+        Return the requests of those in ``bad_slots``, which are not kept.
+        """
+        begun = self._begun.pop(step_id, [])
+        bad = [capture for capture in begun if capture.target in bad_slots]
+        for capture in begun:
+            capture.is_void |= capture in bad
+            self._settle(capture)
+        return {capture.sequence.group for capture in bad}
+
+    def _settle(self, capture: Capture) -> None:
+        assert self._snapshots is not None
+        if capture.is_void or capture.content is None:
+            self._snapshots.cancel(capture.target)
+        else:
+            self._snapshots.commit(capture.target, capture.content, is_passing=capture.is_passing)
+
+    def fail(self, step_id: int) -> None:
+        """Keep nothing that a failed step computed or copied."""
+        for capture in self._all():
+            capture.is_void |= capture.made_by == step_id
+        for capture in self._begun.pop(step_id, ()):
+            capture.is_void = True
+            self._settle(capture)
+
+    def fail_group(self, group: RequestGroup) -> None:
+        """Keep nothing more of a request that failed."""
+        for capture in self._all():
+            capture.is_void |= capture.sequence.group is group
+
+    def clear(self) -> None:
+        """Let none of the snapshots that are being made be found; their states may be gone."""
+        for capture in self._all():
+            capture.is_void = True
+        for capture in self._due:
+            self._settle(capture)
+        self._due.clear()
+
+    def _all(self) -> list[Capture]:
+        if not (self._due or self._begun):
+            return []
+        return [*self._due, *chain.from_iterable(self._begun.values())]
+
+    @property
+    def stats(self) -> SnapshotStats:
+        """Return how many snapshots there are."""
+        return SnapshotStats() if self._snapshots is None else self._snapshots.stats
+
+    def check_integrity(self, tables: Iterable[BlockTable]) -> None:
+        """Assert that every slot is accounted for, given the tables of running sequences."""
+        if self._snapshots is not None:
+            held = [table.snapshot for table in tables if table.snapshot is not None]
+            self._snapshots.check_integrity(held, [capture.target for capture in self._all()])
