@@ -134,7 +134,9 @@ def load_tokenizer(model: Path) -> Tokenizer:
     return Tokenizer.from_file(str(model / "tokenizer.json"))
 
 
-def text_of_tokens(tokenizer: Tokenizer, num_tokens: int, seed: int, *, start: str = "") -> str:
+def text_of_tokens(
+    tokenizer: Tokenizer, num_tokens: int, seed: int | str, *, start: str = ""
+) -> str:
     """Return words that follow ``start`` and make it exactly ``num_tokens`` tokens in all.
 
     Every draw that overshoots is put back, so the text ends within some words of its start.

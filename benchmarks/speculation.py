@@ -1,6 +1,6 @@
 """Decode speed with prompt lookup against the same engine without it.
 
-``python -m benchmarks.speculation``. The model copies: a random Qwen3 of a shape whose head maps
+``python -m benchmarks.speculation``. The model copies: a random Qwen3 or Qwen3.5 whose head maps
 each token to its successor in a fixed order of the vocabulary. A prompt is such a text with errors,
 and the answer the text without them, as when text is edited: a lookup is right until the next
 error. ``--errors`` says how many tokens are wrong. Random weights alone would copy nothing. With
@@ -42,7 +42,8 @@ from tests.builders.random_models import SHAPES, RandomModel, copying_model
 
 PROMPT_TOKENS = 256
 OUTPUT_TOKENS = 200
-DENSE = tuple(name for name, config in SHAPES.items() if config["model_type"] == "qwen3")
+# COPYING: shapes that ``copying_model`` takes.
+COPYING = tuple(n for n, config in SHAPES.items() if config["model_type"] in ("qwen3", "qwen3_5"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ def main() -> int:
     gains = dict(zip(args.batches, args.gains, strict=False))
     loads = [Load(f"copying, {n}", n, True, gains.get(n)) for n in args.batches]
     if draft is None:
-        loads += [Load(f"nothing to copy, {n}", n, False, 0.95) for n in args.batches]
+        loads += [Load(f"nothing to copy, {n}", n, False, args.least) for n in args.batches]
     loads.append(Load(f"full batch, {args.full_batch}", args.full_batch, True, 0.97))
     checks: list[Check] = []
     details: dict[str, Any] = {"settings": vars(args)}
@@ -179,12 +180,13 @@ def main() -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="0.6B", choices=DENSE)
+    parser.add_argument("--shape", default="0.6B", choices=COPYING)
     parser.add_argument("--embedded", action="store_true", help="the demonstration model instead")
-    parser.add_argument("--draft-shape", choices=DENSE, help="of the same vocabulary")
+    parser.add_argument("--draft-shape", choices=COPYING, help="of the same vocabulary")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--gains", nargs="+", type=float, default=[1.8, 1.3], help="least ratios")
+    parser.add_argument("--least", type=float, default=0.95, help="with nothing to copy")
     parser.add_argument("--full-batch", type=int, default=64)
     parser.add_argument("--errors", type=float, default=0.05, help="share of wrong tokens")
     parser.add_argument("--num-speculative-tokens", type=int, default=4)

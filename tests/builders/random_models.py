@@ -67,6 +67,8 @@ HYBRID: dict[str, Any] = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": False,
 }
+#: ``OUTPUTS``: the layers that add to the residual stream.
+OUTPUTS = ("o_proj", "out_proj", "down_proj")
 TINY: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -155,11 +157,7 @@ def random_model(
     config = SHAPES[shape]
     mx.random.seed(0)
     model = stock_model(config)
-    keeps: Callable[[str], bool] = getattr(model, "cast_predicate", lambda path: True)
-    for name, module in model.named_modules():
-        for key, value in module.items():
-            if isinstance(value, mx.array) and keeps(f"{name}.{key}"):
-                module[key] = value.astype(dtype)
+    _cast(model, dtype)
     if bits is not None:
         nn.quantize(model, group_size=64, bits=bits)
     model.eval()
@@ -172,16 +170,16 @@ def random_model(
 
 
 def copying_model(shape: str, successor: mx.array, *, dtype: mx.Dtype = mx.bfloat16) -> RandomModel:
-    """Return a Qwen3 that continues each token t with ``successor[t]``, a permutation.
+    """Return a Qwen3 or Qwen3.5 that continues each token t with ``successor[t]``, a permutation.
 
     Its layers compute what those of any model of the shape do and add nothing to the embedding.
     """
     config = SHAPES[shape] | {"tie_word_embeddings": False}
     model = stock_model(config)
-    model.set_dtype(dtype)
-    for layer in model.layers:
-        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            linear.weight = mx.zeros_like(linear.weight)
+    _cast(model, dtype)
+    for name, module in model.named_modules():
+        if name.endswith(OUTPUTS):
+            module.weight = mx.zeros_like(module.weight)
     table = model.model.embed_tokens.weight
     head = mx.zeros_like(table)
     head[successor] = table
@@ -208,6 +206,15 @@ def stock_model(config: dict[str, Any]) -> Any:
     if config["model_type"] == "qwen3_5":
         return module.TextModel(module.TextModelArgs.from_dict(config))
     return module.Model(module.ModelArgs.from_dict(config))
+
+
+def _cast(model: Any, dtype: mx.Dtype) -> None:
+    """Cast the weights that a checkpoint of this dtype has in it."""
+    keeps: Callable[[str], bool] = getattr(model, "cast_predicate", lambda path: True)
+    for name, module in model.named_modules():
+        for key, value in module.items():
+            if isinstance(value, mx.array) and keeps(f"{name}.{key}"):
+                module[key] = value.astype(dtype)
 
 
 def _evaluate(model: Any) -> dict[str, int]:
