@@ -116,13 +116,18 @@ class Disk:
     stores: list[DiskStore] = field(default_factory=list)
 
     def open(
-        self, limit_bytes: int = 100 * MIB, owner: str = OWNER, files: Files | None = None
+        self,
+        limit_bytes: int = 100 * MIB,
+        owner: str = OWNER,
+        files: Files | None = None,
+        largest_bytes: int = 0,
     ) -> DiskStore:
         self.folder.mkdir(exist_ok=True)
         store = DiskStore(
             self.folder,
             owner,
             limit_bytes,
+            largest_bytes=largest_bytes,
             files=files,
             clocks=Clocks(self.clock, self.clock),
             has_threads=False,

@@ -22,10 +22,22 @@ NEW = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive blocks of a chain that one store has."""
+    """Consecutive blocks of a chain that one store has, or the state at its end.
+
+    Attributes:
+        store: the store.
+        contents: the contents, in order.
+        entry_size: how many blocks have as many bytes as each.
+    """
 
     store: BlockStore
     contents: Sequence[bytes]
+    entry_size: int = 1
+
+    @property
+    def size(self) -> int:
+        """The size of all, in blocks."""
+        return len(self.contents) * self.entry_size
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +46,8 @@ class ChainFetch:
 
     Attributes:
         runs: its blocks in order.
+        state: the state after its last block, without which nothing of it is used; None for models
+            without a state.
         compute_s: how long computing them takes, in seconds; None if that is unknown.
         clock: returns seconds.
         reads: of the runs; none before it is begun.
@@ -46,6 +60,7 @@ class ChainFetch:
     """
 
     runs: Sequence[Run]
+    state: Run | None
     compute_s: float | None
     clock: Callable[[], float]
     reads: list[Fetch] = field(default_factory=list[Fetch])
@@ -60,6 +75,15 @@ class ChainFetch:
     def num_blocks(self) -> int:
         """The number of its blocks."""
         return sum(len(run.contents) for run in self.runs)
+
+    @property
+    def size(self) -> int:
+        """Its size in blocks, its state included."""
+        return sum(run.size for run in self._parts)
+
+    @property
+    def _parts(self) -> Sequence[Run]:
+        return self.runs if self.state is None else (*self.runs, self.state)
 
     @property
     def contents(self) -> list[bytes]:
@@ -92,7 +116,7 @@ class ChainFetch:
     def begin(self) -> None:
         """Begin to read."""
         self.begin_s = self.clock()
-        self.reads = [run.store.fetch(run.contents) for run in self.runs]
+        self.reads = [run.store.fetch(run.contents) for run in self._parts]
         self.note_done()
 
     def note_done(self) -> None:
@@ -101,15 +125,18 @@ class ChainFetch:
             self.done_s = self.clock()
 
     def result(self) -> list[tuple[Buffer, str]]:
-        """Return the leading blocks that could be read, with their tiers; none if it is late."""
+        """Return the leading blocks that could be read, with their tiers; none if it is late.
+
+        If it has a state, that is behind all blocks; without it, or one of them, there are none.
+        """
         blocks: list[tuple[Buffer, str]] = []
         if self.is_dropped or not self.reads:
             return blocks
-        for run, read in zip(self.runs, self.reads, strict=True):
+        for run, read in zip(self._parts, self.reads, strict=True):
             data = read.result() if read.is_done else ()
             blocks += ((each, run.store.tier) for each in data)
             if len(data) < len(run.contents):
-                break
+                return blocks if self.state is None else []
         return blocks
 
     def cancel(self) -> None:
@@ -178,13 +205,18 @@ class FetchQueue:
         due_s = min((each.due_s for each in waiting), default=None)
         return None if due_s is None else due_s - self._clock()
 
-    def add(self, runs: Sequence[Run], num_tokens: int) -> ChainFetch | None:
+    def add(
+        self, runs: Sequence[Run], num_tokens: int, state: Run | None = None
+    ) -> ChainFetch | None:
         """Read a chain as soon as there is room for it; None if computing it is faster.
 
-        ``num_tokens`` are those of its blocks.
+        Args:
+            runs: its blocks.
+            num_tokens: those that are not computed then.
+            state: the state after the last block, if the model has one.
         """
         compute_s = self.computing.predict(num_tokens)
-        fetch = ChainFetch(runs, compute_s, self._clock, asked_s=self._clock())
+        fetch = ChainFetch(runs, state, compute_s, self._clock, asked_s=self._clock())
         if not self._is_worth(fetch):
             return None
         self._queued.append(fetch)
@@ -193,7 +225,7 @@ class FetchQueue:
 
     def _is_worth(self, fetch: ChainFetch) -> bool:
         """Return True if a read is likely to be faster than computing, or was not tried lately."""
-        read_s = self._reading.predict(fetch.num_blocks)
+        read_s = self._reading.predict(fetch.size)
         if read_s is None or fetch.compute_s is None or self._clock() - self._read_s > RETRY_S:
             return True
         return read_s < fetch.compute_s
@@ -209,7 +241,7 @@ class FetchQueue:
         waited_s = done_s - (fetch.begin_s if fetch.reads else fetch.asked_s)
         if fetch.reads:
             self._read_s = now_s
-            self._reading.observe(fetch.num_blocks, waited_s)
+            self._reading.observe(fetch.size, waited_s)
         self.num_reads += 1
         self.num_late += not fetch.is_done
         self.wait_s += waited_s
@@ -244,8 +276,8 @@ class FetchQueue:
 
     def _begin_next(self) -> None:
         while self._queued:
-            num_blocks = sum(each.num_blocks for each in [*self._held, self._queued[0]])
-            if self._held and num_blocks * self._block_bytes > FETCH_BYTES:
+            size = sum(each.size for each in [*self._held, self._queued[0]])
+            if self._held and size * self._block_bytes > FETCH_BYTES:
                 return
             fetch = self._queued.popleft()
             self._held.append(fetch)

@@ -389,7 +389,7 @@ class KVCacheManager:
                 if block is None:
                     return
                 is_drafted = block in self._pool.drafted
-                tiers.saves.add(Save(block, content, parent, is_drafted))
+                tiers.saves.add(Save(block, content, parent, is_drafted=is_drafted))
             parent = content
 
     @contextmanager

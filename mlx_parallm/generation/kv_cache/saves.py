@@ -1,7 +1,8 @@
-"""Blocks that stores are to get: which the device must read, and when at the latest."""
+"""Blocks and states that stores are to get: what the device must read, and when at the latest."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,33 +17,38 @@ EARLY_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """A block of the pool whose bytes stores are to get.
+    """A block of the pool, or a snapshot, whose bytes stores are to get.
 
     Attributes:
-        block: its number.
+        place: the number of the block, or the snapshot's slot.
         content: its content in stores.
         parent: the content of the block that it follows; empty for the first of a chain.
         is_drafted: True if it holds a draft model's KV too.
+        is_state: True for a snapshot.
+        size: how many blocks have as many bytes.
     """
 
-    block: int
+    place: int
     content: bytes
     parent: bytes
-    is_drafted: bool
+    is_drafted: bool = False
+    is_state: bool = False
+    size: int = 1
 
 
 class SaveQueue:
-    """Blocks in the order in which their chains ended.
+    """Blocks in the order in which their chains ended, each chain's snapshots behind it.
 
     A block stays in the pool, where others find it, until it is read. If it is allocated before
     that, it is read before the step that may write to it. So the end of a chain, which is evicted
-    first, may be read steps before its beginning. Stores get it behind that.
+    first, may be read steps before its beginning. Stores get it behind that. The slots of snapshots
+    are evicted likewise.
     """
 
     def __init__(self) -> None:
         self._numbers = count()
-        # With their numbers in the queue, by their blocks.
-        self._waiting: OrderedDict[int, tuple[int, Save]] = OrderedDict()
+        # With their numbers in the queue, by whether they are snapshots, and their places.
+        self._waiting: OrderedDict[tuple[bool, int], tuple[int, Save]] = OrderedDict()
         self._leaving: list[tuple[int, Save]] = []
         # Those that steps in flight read, by their contents.
         self._begun: dict[bytes, Save] = {}
@@ -56,45 +62,50 @@ class SaveQueue:
         return len(self._waiting) + len(self._leaving)
 
     @property
-    def num_begun(self) -> int:
-        """Return how many are being read."""
-        return len(self._begun)
+    def begun_size(self) -> int:
+        """Return the size of what is being read, in blocks."""
+        return sum(save.size for save in self._begun.values())
 
     def __contains__(self, content: bytes) -> bool:
         """True if a content waits to be read, is being read, or waits for what it follows."""
         return content in self._contents
 
     def add(self, save: Save) -> None:
-        """Queue a block, whose content does not wait already."""
-        self._waiting[save.block] = next(self._numbers), save
+        """Queue a block or a snapshot, whose content does not wait already."""
+        self._waiting[save.is_state, save.place] = next(self._numbers), save
         self._contents.add(save.content)
 
-    def leave(self, blocks: Iterable[int]) -> None:
-        """Have blocks read before the next step, which may write to them."""
+    def leave(self, places: Iterable[int], *, are_states: bool = False) -> None:
+        """Have blocks, or snapshots, read before the next step, which may write to them."""
         if self._waiting:
-            leaving = (self._waiting.pop(block, None) for block in blocks)
+            leaving = (self._waiting.pop((are_states, place), None) for place in places)
             self._leaving += filter(None, leaving)
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Give up blocks that may be written to before the next step."""
         for block in blocks:
-            if (queued := self._waiting.pop(block, None)) is not None:
+            if (queued := self._waiting.pop((False, block), None)) is not None:
                 self._contents.discard(queued[1].content)
 
-    def take(self, limit: float) -> Sequence[tuple[int, bytes]]:
-        """Return blocks to be read before the next step, with their contents.
+    def take(self, limit: float, room: float = math.inf) -> Sequence[Save]:
+        """Return what is to be read before the next step.
 
-        They are those that leave, and others up to ``limit`` in all, in the order of their chains:
-        stores keep no block without the one before it.
+        It is what leaves, and others in the order of their chains, because stores keep no block
+        without the one before it: until ``limit`` blocks are reached, as far as ``room`` blocks
+        hold them.
         """
         if not (self._waiting or self._leaving):
             return ()
         taken, self._leaving = self._leaving, []
-        while self._waiting and len(taken) < limit:
+        size = sum(save.size for _, save in taken)
+        while self._waiting and size < limit:
+            size += next(iter(self._waiting.values()))[1].size
+            if size > room:
+                break
             taken.append(self._waiting.popitem(last=False)[1])
         saves = [save for _, save in sorted(taken, key=itemgetter(0))]
         self._begun.update((save.content, save) for save in saves)
-        return [(save.block, save.content) for save in saves]
+        return saves
 
     def end(self, content: bytes, data: Buffer) -> Sequence[tuple[Save, Buffer]]:
         """Return what stores can get now that a block was read, each behind what it follows.

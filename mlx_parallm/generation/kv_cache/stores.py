@@ -1,5 +1,9 @@
 """The protocol of places below the block pool: a store keeps KV blocks by their contents.
 
+A model with a state per sequence has the states after some prefixes too, of a size of their own. In
+a store the state after a block is an entry like a block that follows it, and nothing follows it.
+Blocks are to mean both.
+
 Only the scheduler's side knows stores: it asks for blocks before a sequence starts, and gives them
 what the device has read. A store never repairs: a block that it cannot return is a miss.
 """
@@ -22,11 +26,13 @@ class StoredBlock:
         content: its content address, which means the same in every process.
         parent: the content of the block that it follows; empty for the first of a chain.
         data: its bytes, which do not change.
+        is_state: True for the state after the parent; without a parent, after a prefix without KV.
     """
 
     content: bytes
     parent: bytes
     data: Buffer
+    is_state: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,17 +63,19 @@ class TiersStats:
 
 @dataclass(frozen=True, slots=True)
 class ArrivedBlock:
-    """A block that a store returned, verified.
+    """A block, or the state at the end of a chain, that a store returned, verified.
 
     Attributes:
-        data: its bytes, as ``ReadBlocks`` returned them.
+        data: its bytes, as ``ReadBlocks`` or ``ReadStates`` returned them.
         is_drafted: True if a draft model's KV is among them.
         tier: the store's name.
+        is_state: True for a state.
     """
 
     data: Buffer
     is_drafted: bool
     tier: str
+    is_state: bool = False
 
 
 class Tiers:
@@ -86,6 +88,7 @@ class Tiers:
         min_fetched: blocks of the shortest chain that is read.
         piece: blocks that are filled, or saved, before a step for which streams wait.
         alone_piece: likewise if none waits.
+        state_size: how many blocks have as many bytes as a state; 0 for models without one.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Tiers:
         stores: Sequence[BlockStore],
         *,
         block_bytes: int,
+        state_bytes: int = 0,
         draft: PendingContent | None = None,
         runs_ahead: bool = False,
         min_saved: int = MIN_SAVED_BLOCKS,
@@ -104,6 +108,7 @@ class Tiers:
         Args:
             stores: nearest first.
             block_bytes: size of a block in the pool.
+            state_bytes: size of a sequence's state; 0 for models without one.
             draft: the lasting content of the draft model; None without one.
             runs_ahead: whether the device computes steps while blocks are moved.
             min_saved: see the attributes.
@@ -116,6 +121,7 @@ class Tiers:
         self.alone_piece = ALONE * self.piece
         self.min_saved = min_saved
         self.min_fetched = min_fetched
+        self.state_size = -(-state_bytes // block_bytes)
         self._stores = stores
         self._block_bytes = block_bytes
         self._draft = draft
@@ -151,7 +157,7 @@ class Tiers:
         room_bytes = min(store.room_bytes for store in self._stores)
         if room_bytes == math.inf:
             return math.inf
-        return room_bytes // self._block_bytes - self.saves.num_begun
+        return room_bytes // self._block_bytes - self.saves.begun_size
 
     def use(self, contents: Sequence[bytes]) -> None:
         """Count the leading blocks of a chain as used."""
@@ -178,22 +184,36 @@ class Tiers:
             start += count
         return runs
 
+    def find_state(self, content: bytes) -> Run | None:
+        """Return the state of this content as the nearest store has it; None if none does."""
+        store = next((store for store in self._stores if store.find([content])), None)
+        return None if store is None else Run(store, [content], self.state_size)
+
     def put(self, content: bytes, data: Buffer) -> None:
         """Give the stores that lack it a block that was read for them, behind what it follows."""
         for save, each in self.saves.end(content, data):
-            if self._draft is not None:
+            if self._draft is not None and not save.is_state:
                 each = b"".join((each, DRAFTED if save.is_drafted else PLAIN))
-            block = StoredBlock(content=save.content, parent=save.parent, data=each)
+            block = StoredBlock(
+                content=save.content, parent=save.parent, data=each, is_state=save.is_state
+            )
             for store in self._stores:
                 if not store.has(save.content):
                     store.put(block)
 
     def take(self, fetch: ChainFetch) -> list[ArrivedBlock]:
-        """Return the blocks of a chain that arrived; ``fetches.release`` must follow."""
-        arrived = self.fetches.take(fetch)
+        """Return the blocks of a chain that arrived, and its state behind them, if it has one.
+
+        ``fetches.release`` must follow.
+        """
+        arrived, state = self.fetches.take(fetch), list[ArrivedBlock]()
+        if arrived and fetch.state is not None:
+            data, tier = arrived.pop()
+            state.append(ArrivedBlock(data, False, tier, is_state=True))
         if self._draft is None:
-            return [ArrivedBlock(data, False, tier) for data, tier in arrived]
-        return [ArrivedBlock(data[:-1], data[-1:] == DRAFTED, tier) for data, tier in arrived]
+            return [ArrivedBlock(data, False, tier) for data, tier in arrived] + state
+        blocks = [ArrivedBlock(data[:-1], data[-1:] == DRAFTED, tier) for data, tier in arrived]
+        return blocks + state
 
     def count_hit(self, tier: str) -> None:
         """Count a block of a prompt that a sequence was given."""

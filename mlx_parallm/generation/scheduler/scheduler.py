@@ -209,7 +209,7 @@ class Scheduler:
         if tiers is None or not tiers.saves:
             return ()
         piece = tiers.alone_piece if is_alone else max(tiers.piece, num_computed)
-        return tuple(tiers.saves.take(min(piece, tiers.room)))
+        return tuple((save.place, save.content) for save in tiers.saves.take(piece, tiers.room))
 
     def borrowed_block(self) -> AbstractContextManager[int | None]:
         """Return a context that holds a KV block; see ``KVCacheManager.borrowed_block``."""

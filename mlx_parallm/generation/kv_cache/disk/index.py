@@ -16,8 +16,8 @@ from mlx_parallm.generation.kv_cache.stores import StoredBlock
 
 # WAITING_BYTES: most bytes that wait to be written; a disk that is slower loses blocks.
 WAITING_BYTES = 256 << 20
-# BUSY_BYTES: when so many wait, the engine is asked to keep its blocks for a while.
-BUSY_BYTES = WAITING_BYTES * 3 // 4
+# BUSY_SHARE: when such a part of it waits, the engine is asked to keep its blocks for a while.
+BUSY_SHARE = 3 / 4
 # MAX_UNREAD: a block that was dropped so many times without having been read is not written again.
 MAX_UNREAD = 3
 # MAX_COUNTED: most blocks whose drops are counted; each takes about 150 bytes.
@@ -35,7 +35,11 @@ class BlockIndex:
         cleared_ns: when it was cleared last; files with older blocks are not to be added.
     """
 
-    def __init__(self, clocks: Clocks, limit_bytes: int) -> None:
+    def __init__(self, clocks: Clocks, limit_bytes: int, largest_bytes: int = 0) -> None:
+        """``largest_bytes``: the size of the largest block; while not busy, one more has room."""
+        self._waiting_bytes = max(WAITING_BYTES, 2 * largest_bytes)
+        busy_bytes = int(self._waiting_bytes * BUSY_SHARE)
+        self._busy_bytes = min(busy_bytes, self._waiting_bytes - largest_bytes)
         self._clocks = clocks
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
@@ -106,12 +110,12 @@ class BlockIndex:
     @property
     def is_busy(self) -> bool:
         """True while so much waits to be written that more may be discarded."""
-        return self._waiting.num_bytes >= BUSY_BYTES
+        return self._waiting.num_bytes >= self._busy_bytes
 
     @property
     def room_bytes(self) -> int:
         """Bytes of blocks that may be put before some are discarded."""
-        return max(0, WAITING_BYTES - self._waiting.num_bytes)
+        return max(0, self._waiting_bytes - self._waiting.num_bytes)
 
     def take_waiting(self, *, is_last: bool = False) -> Run | None:
         """Return the next run to write; ``is_last``: although more blocks could follow."""
@@ -204,7 +208,7 @@ class BlockIndex:
         if len(block.data) >= self._limit_bytes:
             return "too_large"
         waiting = self._waiting.num_bytes
-        return "slow" if waiting and waiting + len(block.data) > WAITING_BYTES else ""
+        return "slow" if waiting and waiting + len(block.data) > self._waiting_bytes else ""
 
     def _use(self, runs: Sequence[Run]) -> None:
         """Stamp the runs of a chain such that each is newer than what follows it."""

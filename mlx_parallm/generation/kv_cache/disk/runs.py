@@ -88,10 +88,12 @@ class WaitingRuns:
     def add(self, block: StoredBlock, follows: Run | None, put_ns: int, now_ns: int) -> Run:
         """Append a block to the run that its parent ends, or to a new one; return the run.
 
+        A state is a run of its own: it is as large as many blocks, and may be evicted before them.
         ``follows`` is the run that has the parent; ``put_ns`` is the time since 1970, and
         ``now_ns`` that of the timer.
         """
-        run = self._open.pop(block.parent, None) if block.parent else None
+        continues = block.parent and not block.is_state
+        run = self._open.pop(block.parent, None) if continues else None
         if run is None:
             # The beginning of a chain is written before what follows it.
             if follows is not None and follows.last in self._open:
@@ -102,7 +104,7 @@ class WaitingRuns:
         run.last, run.last_ns = block.content, now_ns
         run.data_bytes += len(block.data)
         self.num_bytes += len(block.data)
-        if run.data_bytes >= self._run_bytes:
+        if block.is_state or run.data_bytes >= self._run_bytes:
             self._full.append(run)
         else:
             self._open[block.content] = run

@@ -49,6 +49,7 @@ class DiskStore(BlockStore):
         owner: str,
         limit_bytes: int,
         *,
+        largest_bytes: int = 0,
         files: Files | None = None,
         clocks: Clocks | None = None,
         has_threads: bool = True,
@@ -59,6 +60,7 @@ class DiskStore(BlockStore):
             folder: folder of ``--kv-disk``, which ``check_kv_folder`` has accepted.
             owner: digest of all that decides the bytes of blocks, in hexadecimal digits.
             limit_bytes: most bytes of all files in the folder.
+            largest_bytes: the size of the largest block.
             files: calls to the operating system.
             clocks: what the time is.
             has_threads: False: nothing happens but in ``turn``.
@@ -66,7 +68,7 @@ class DiskStore(BlockStore):
         self._limit_bytes = limit_bytes
         self._files = files or Files()
         clocks = clocks or Clocks()
-        self._index = BlockIndex(clocks, limit_bytes)
+        self._index = BlockIndex(clocks, limit_bytes, largest_bytes)
         self._keeper = Keeper(
             folder, owner, limit_bytes, self._index, self._files, clocks, self._on_progress
         )

@@ -14,6 +14,8 @@ from mlx_parallm.generation.kv_cache.stores import BlockStore, StoredBlock
 #: No test but those of the limit comes near to it.
 LIMIT_BYTES = 64 << 20
 BLOCK_BYTES = 1000
+#: STATE_BYTES: as much as many blocks.
+STATE_BYTES = 50 * BLOCK_BYTES
 
 
 class Chains:
@@ -23,6 +25,7 @@ class Chains:
         self._random = random.Random(seed)
         self.data: dict[bytes, bytes] = {}
         self.parents: dict[bytes, bytes] = {}
+        self.states: set[bytes] = set()
 
     def new(self, length: int, start: Sequence[bytes] = (), size: int = BLOCK_BYTES) -> list[bytes]:
         """Return the contents of a new chain: ``start``, and so many more."""
@@ -34,13 +37,23 @@ class Chains:
             chain.append(content)
         return chain
 
+    def new_state(self, parent: bytes = b"", size: int = STATE_BYTES) -> bytes:
+        """Return the content of a new state after a block."""
+        content = self.new(1, size=size)[0]
+        self.parents[content] = parent
+        self.states.add(content)
+        return content
+
     def put(self, store: BlockStore, chain: Sequence[bytes]) -> None:
         """Put blocks of a chain, in order, as the scheduler does."""
         for content in chain:
             if not store.has(content):
                 store.put(
                     StoredBlock(
-                        content=content, parent=self.parents[content], data=self.data[content]
+                        content=content,
+                        parent=self.parents[content],
+                        data=self.data[content],
+                        is_state=content in self.states,
                     )
                 )
 
@@ -147,6 +160,41 @@ class StoreSuite:
         assert store.stats.num_blocks == 3
         assert read(store, chain) == chains.bytes_of(chain)
 
+    def test_states_are_kept_beside_the_blocks_that_they_follow(
+        self, store: BlockStore, chains: Chains
+    ) -> None:
+        start = chains.new(4)
+        ways = [chains.new(3, start) for _ in range(2)]
+        # Two blocks and two states follow the last block that the chains have in common.
+        states = [chains.new_state(start[3]), *(chains.new_state(way[-1]) for way in ways)]
+        states.append(chains.new_state(start[3], size=1))
+        chains.put(store, [*ways[0], states[0], states[1], *ways[1], *states])
+        for is_settled in (False, True):
+            if is_settled:
+                self.settle(store)
+            assert [store.find([state]) for state in states] == [1] * 4
+            assert [read(store, [state]) for state in states] == [
+                chains.bytes_of([state]) for state in states
+            ]
+            assert store.stats.num_blocks == 4 + 2 * 3 + 4
+            for way in ways:
+                assert store.find([*way, states[1]]) == 8
+                assert read(store, [*way, states[0]]) == chains.bytes_of([*way, states[0]])
+        chains.put(store, longer := chains.new(5, ways[0]))
+        self.settle(store)
+        assert read(store, longer) == chains.bytes_of(longer)
+
+    def test_a_state_without_blocks_is_a_whole_chain(
+        self, store: BlockStore, chains: Chains
+    ) -> None:
+        states = [chains.new_state() for _ in range(3)]
+        chains.put(store, states[:2])
+        self.settle(store)
+        assert [store.find([state]) for state in states] == [1, 1, 0]
+        assert read(store, states[:1]) == chains.bytes_of(states[:1])
+        store.clear()
+        assert store.find(states[:1]) == 0
+
     def test_what_was_cleared_is_not_found_again(self, store: BlockStore, chains: Chains) -> None:
         old, new = chains.new(5), chains.new(5)
         chains.put(store, old[:3])
@@ -245,6 +293,8 @@ class LimitedStoreSuite(StoreSuite):
                 num_here = store.find(chain)
                 assert read(store, chain[:num_here]) == chains.bytes_of(chain[:num_here])
                 chains.put(store, chain)
+                if source.random() < 0.3:
+                    chains.put(store, [chains.new_state(chain[-1], 10 * size)])
                 self.settle(store)
                 assert store.stats.used_bytes <= limit
                 known.append(chain)
@@ -266,6 +316,49 @@ class LimitedStoreSuite(StoreSuite):
                 chains.put(store, other)
                 self.settle(store)
             assert read(store, kept) == chains.bytes_of(kept)
+
+    def test_a_state_that_is_not_used_goes_before_its_chain(self, chains: Chains) -> None:
+        with closing(self.make_store(2 << 20)) as store:
+            kept = chains.new(10, size=20_000)
+            old, new = (chains.new_state(kept[number], 300_000) for number in (5, 9))
+            chains.put(store, [*kept, old, new])
+            self.settle(store)
+            for _ in range(10):
+                assert store.find(kept) == 10
+                assert store.find([new]) == 1
+                chains.put(store, chains.new(10, size=20_000))
+                self.settle(store)
+            assert not store.has(old)
+            assert read(store, [*kept, new]) == chains.bytes_of([*kept, new])
+
+    def test_a_state_evicts_others_and_not_what_it_follows(self, chains: Chains) -> None:
+        with closing(self.make_store(2 << 20)) as store:
+            for _ in range(4):
+                chains.put(store, chains.new(20, size=20_000))
+                self.settle(store)
+            chain = chains.new(10, size=20_000)
+            state = chains.new_state(chain[4], 1_500_000)
+            chains.put(store, [*chain, state])
+            self.settle(store)
+            assert store.stats.used_bytes <= 2 << 20
+            assert read(store, [*chain[:5], state]) == chains.bytes_of([*chain[:5], state])
+            assert chains.check_beginnings(store) == store.stats.num_blocks
+
+    def test_a_state_larger_than_the_limit_is_not_kept(self, chains: Chains) -> None:
+        with closing(self.make_store(2 << 20)) as store:
+            chain = chains.new(10, size=20_000)
+            chains.put(store, [*chain, state := chains.new_state(chain[-1], 3 << 20)])
+            self.settle(store)
+            assert store.find([state]) == 0
+            assert store.find(chain) == 10
+
+    def test_a_state_is_not_kept_without_what_it_follows(
+        self, store: BlockStore, chains: Chains
+    ) -> None:
+        chain = chains.new(3)
+        chains.put(store, [chains.new_state(chain[-1])])
+        assert store.stats.num_blocks == 0
+        assert store.stats.discarded == {"orphan": 1}
 
     def test_an_end_that_is_put_again_is_no_newer_than_its_beginning(self, chains: Chains) -> None:
         with closing(self.make_store(2 << 20)) as store:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -224,6 +224,40 @@ def test_a_result_ends_at_the_first_block_that_could_not_be_read(desk: Desk) -> 
     fetch = desk.queue.add(runs, 7 * SIZE)
     assert fetch is not None
     assert [data for data, _ in desk.queue.take(fetch)] == fetch.contents[:2]
+
+
+@pytest.mark.parametrize("most", [None, 0, 1, 2])
+@pytest.mark.parametrize("num_blocks", [0, 2])
+def test_nothing_is_used_of_a_chain_without_its_state(
+    desk: Desk, most: int | None, num_blocks: int
+) -> None:
+    ready = DictStore()
+    runs = [desk.run(num_blocks, desk.store)] if num_blocks else []
+    for store in (ready, desk.store):
+        state = replace(desk.run(1, store), entry_size=50)
+        desk.store.fail_after(most)
+        fetch = desk.queue.add(runs, 4 * SIZE, state)
+        assert fetch is not None
+        assert (fetch.num_blocks, fetch.size) == (num_blocks, num_blocks + 50)
+        assert len(fetch.reads) == len(runs) + 1
+        desk.store.complete()
+        is_whole = most in (None, 2) or (most == 1 and num_blocks < 2)
+        is_whole |= store is ready and num_blocks == 0
+        wanted = [*fetch.contents, *state.contents] if is_whole else []
+        assert [data for data, _ in desk.queue.take(fetch)] == wanted
+        desk.queue.release(fetch)
+
+
+def test_a_state_takes_memory_as_its_bytes_do(desk: Desk) -> None:
+    first = desk.queue.add(
+        [desk.run(4, desk.store)], 4 * SIZE, replace(desk.run(1, desk.store), entry_size=5)
+    )
+    second = desk.begun(2)
+    assert first is not None
+    assert first.reads
+    assert not second.reads
+    desk.queue.release(first)
+    assert second.reads
 
 
 def test_nothing_is_used_of_what_was_dropped(desk: Desk) -> None:

@@ -14,14 +14,14 @@ def queue_of(*blocks: int) -> SaveQueue:
     """Return a queue with one chain of these blocks, whose contents are their numbers."""
     saves, parent = SaveQueue(), b""
     for block in blocks:
-        saves.add(Save(block, content := b"%d" % block, parent, is_drafted=False))
+        saves.add(Save(block, content := b"%d" % block, parent))
         parent = content
     return saves
 
 
-def blocks_of(taken: Sequence[tuple[int, bytes]]) -> list[int]:
-    assert [content for _, content in taken] == [b"%d" % block for block, _ in taken]
-    return [block for block, _ in taken]
+def blocks_of(taken: Sequence[Save]) -> list[int]:
+    assert [save.content for save in taken] == [b"%d" % save.place for save in taken]
+    return [save.place for save in taken]
 
 
 def test_blocks_are_taken_in_order_up_to_a_limit() -> None:
@@ -50,7 +50,7 @@ def test_a_content_is_known_until_its_step_ends() -> None:
     assert b"2" in saves
     saves.take(1)
     assert b"4" in saves
-    save = Save(4, b"4", b"", is_drafted=False)
+    save = Save(4, b"4", b"")
     assert saves.end(b"4", b"bytes") == [(save, b"bytes")]
     assert b"4" not in saves
     assert not saves.end(b"4", b"bytes")
@@ -58,16 +58,16 @@ def test_a_content_is_known_until_its_step_ends() -> None:
     assert b"2" in saves
 
 
-def end(saves: SaveQueue, taken: Sequence[tuple[int, bytes]]) -> list[int]:
+def end(saves: SaveQueue, taken: Sequence[Save]) -> list[int]:
     """Return the blocks that stores get of a step that ends."""
-    ended = [saves.end(content, b"of " + content) for _, content in taken]
+    ended = [saves.end(save.content, b"of " + save.content) for save in taken]
     assert all(data == b"of " + save.content for each in ended for save, data in each)
-    return [save.block for each in ended for save, _ in each]
+    return [save.place for each in ended for save, _ in each]
 
 
 def test_what_is_read_before_what_it_follows_waits_for_it() -> None:
     saves = queue_of(*range(8))
-    saves.add(Save(9, b"9", b"3", is_drafted=False))
+    saves.add(Save(9, b"9", b"3"))
     saves.leave([7, 6, 9])
     assert end(saves, saves.take(0)) == []
     saves.leave([5, 4])
@@ -113,3 +113,41 @@ def test_a_clear_forgets_also_what_steps_in_flight_read() -> None:
     assert not any(b"%d" % block in saves for block in range(6))
     assert not saves.end(b"0", b"bytes")
     assert blocks_of(saves.take(9)) == []
+
+
+def test_snapshots_are_taken_behind_their_chain_and_count_as_their_bytes() -> None:
+    saves = queue_of(0, 1, 2)
+    saves.add(Save(1, b"state", b"2", is_state=True, size=10))
+    saves.add(Save(3, b"3", b""))
+    assert len(saves) == 5
+    # A slot is no block.
+    saves.leave([9])
+    saves.forget([4])
+    assert [save.content for save in saves.take(4)] == [b"0", b"1", b"2", b"state"]
+    assert saves.begun_size == 13
+    assert [save.content for save in saves.take(4, room=0)] == []
+    assert [save.content for save in saves.take(4, room=1)] == [b"3"]
+
+
+def test_what_has_no_room_is_taken_later_and_nothing_passes_it() -> None:
+    saves = queue_of(0)
+    saves.add(Save(0, b"state", b"0", is_state=True, size=10))
+    saves.add(Save(1, b"1", b""))
+    assert [save.content for save in saves.take(64, room=10)] == [b"0"]
+    assert [save.content for save in saves.take(64, room=9)] == []
+    assert [save.content for save in saves.take(64, room=10)] == [b"state"]
+    assert [save.content for save in saves.take(64)] == [b"1"]
+
+
+def test_a_snapshot_that_leaves_is_kept_until_its_chain_was_read() -> None:
+    saves = queue_of(4, 5)
+    saves.add(Save(4, b"state", b"5", is_state=True, size=10))
+    saves.leave([4], are_states=True)
+    (save,) = saves.take(0)
+    assert save.is_state
+    assert not saves.end(b"state", b"bytes")
+    assert end(saves, [*saves.take(1)]) == [4]
+    (last,) = saves.take(1)
+    ended = saves.end(last.content, b"of 5")
+    assert ended == [(last, b"of 5"), (save, b"bytes")]
+    assert b"state" not in saves

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from mlx_parallm.generation.kv_cache.blocks import BlockTable
+from mlx_parallm.generation.kv_cache.fetches import Run
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.kv_cache.saves import Save
 from mlx_parallm.generation.kv_cache.stores import StoredBlock
-from mlx_parallm.generation.kv_cache.tiers import Tiers
+from mlx_parallm.generation.kv_cache.tiers import ArrivedBlock, Tiers
 from mlx_parallm.types.content import PendingContent
 from tests.dict_store import DictStore
 
@@ -68,8 +69,8 @@ class Two:
 
 def save(tiers: Tiers, content: bytes, parent: bytes = b"", *, is_drafted: bool = False) -> None:
     """Queue a block and have it read."""
-    tiers.saves.add(Save(0, content, parent, is_drafted))
-    assert [each for _, each in tiers.saves.take(1)] == [content]
+    tiers.saves.add(Save(0, content, parent, is_drafted=is_drafted))
+    assert [each.content for each in tiers.saves.take(1)] == [content]
     tiers.put(content, b"bytes of " + content)
 
 
@@ -118,7 +119,7 @@ def test_each_store_gets_what_it_lacks() -> None:
 
 def test_a_block_that_waits_to_be_saved_is_not_lacked() -> None:
     tiers = Two().tiers()
-    tiers.saves.add(Save(0, b"a", b"", is_drafted=False))
+    tiers.saves.add(Save(0, b"a", b""))
     assert not tiers.lacks(b"a")
     tiers.saves.take(1)
     assert not tiers.lacks(b"a")
@@ -127,7 +128,7 @@ def test_a_block_that_waits_to_be_saved_is_not_lacked() -> None:
 def test_what_no_save_waits_for_is_not_kept() -> None:
     two = Two()
     tiers = two.tiers()
-    tiers.saves.add(Save(0, b"a", b"", is_drafted=False))
+    tiers.saves.add(Save(0, b"a", b""))
     tiers.saves.take(1)
     tiers.clear()
     tiers.put(b"a", b"of before")
@@ -159,7 +160,7 @@ def test_no_more_is_saved_at_once_than_every_store_has_room_for() -> None:
     two.near.room, two.far.room = 9, 4
     assert tiers.room == 4
     for number in range(6):
-        tiers.saves.add(Save(number, bytes([number]), b"", is_drafted=False))
+        tiers.saves.add(Save(number, bytes([number]), b""))
     tiers.saves.take(3)
     assert tiers.room == 1
     tiers.put(bytes([0]), b"0")
@@ -192,12 +193,40 @@ def test_a_drafted_block_says_so_in_its_last_byte() -> None:
     tiers.fetches.release(chain)
 
 
+def test_a_state_is_found_nearest_first_and_comes_behind_its_chain() -> None:
+    two = Two()
+    draft = PendingContent("draft")
+    tiers = two.tiers(draft=draft, state_bytes=10)
+    assert tiers.state_size == 10
+    save(tiers, b"a", is_drafted=True)
+    tiers.saves.add(Save(3, b"state", b"a", is_state=True, size=10))
+    tiers.saves.take(1)
+    tiers.put(b"state", b"bytes of a state")
+    assert [block.is_state for block in two.far.puts] == [False, True]
+    assert two.far.blocks[b"state"] == b"bytes of a state", "a state has no draft model's KV"
+    state = tiers.find_state(b"state")
+    assert state == Run(two.near, [b"state"], 10)
+    two.near.blocks.clear()
+    state = tiers.find_state(b"state")
+    assert state is not None
+    assert state.store is two.far
+    assert tiers.find_state(b"other") is None
+    fetch = tiers.fetches.add(tiers.find([b"a"]), SIZE, state)
+    assert fetch is not None
+    assert (fetch.num_blocks, fetch.size, fetch.contents) == (1, 11, [b"a"])
+    assert tiers.take(fetch) == [
+        ArrivedBlock(b"bytes of a", True, "far"),
+        ArrivedBlock(b"bytes of a state", False, "far", is_state=True),
+    ]
+    tiers.fetches.release(fetch)
+
+
 def test_hits_and_saves_are_counted_by_tier() -> None:
     two = Two()
     tiers = two.tiers()
     tiers.count_hit("far")
     tiers.count_hit("far")
-    tiers.saves.add(Save(0, b"a", b"", is_drafted=False))
+    tiers.saves.add(Save(0, b"a", b""))
     stats = tiers.stats(SIZE)
     assert [(each.tier, each.hit_tokens) for each in stats.tiers] == [("near", 0), ("far", 8)]
     assert stats.num_unsaved == 1
@@ -221,8 +250,8 @@ class Pool:
         return table
 
     def save_all(self) -> None:
-        for _, content in self.tiers.saves.take(99):
-            self.tiers.put(content, content)
+        for save in self.tiers.saves.take(99):
+            self.tiers.put(save.content, save.content)
 
     def find(self, num_tokens: int) -> int:
         """Return how many blocks of a new sequence's prompt the store has."""
@@ -339,7 +368,7 @@ def test_blocks_are_read_before_they_are_owned_anew() -> None:
     table = pool.kv.new_table([], b"", use_cache=False)
     assert pool.kv.grow(table, 11 * SIZE)
     # 8 blocks were free.
-    taken = {block for block, _ in pool.tiers.saves.take(0)}
+    taken = {save.place for save in pool.tiers.saves.take(0)}
     assert taken == set(table.blocks[8:])
     assert len(taken) == 3
     pool.kv.free(table)
@@ -354,7 +383,7 @@ def test_a_forked_table_evicts_as_a_growing_one_does() -> None:
     assert forked is not None
     child, copied = forked
     assert copied is not None
-    assert [block for block, _ in pool.tiers.saves.take(0)] == [copied[1]]
+    assert [save.place for save in pool.tiers.saves.take(0)] == [copied[1]]
     pool.kv.free(child)
     pool.kv.free(table)
 
@@ -368,5 +397,5 @@ def test_a_borrowed_block_is_given_up() -> None:
     with pool.kv.borrowed_block() as block:
         assert block is not None
         assert len(pool.tiers.saves) == 14
-        assert block not in {each for each, _ in pool.tiers.saves.take(99)}
+        assert block not in {save.place for save in pool.tiers.saves.take(99)}
     pool.kv.free(table)

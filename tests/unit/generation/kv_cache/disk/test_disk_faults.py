@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -432,6 +433,21 @@ def test_a_busy_store_that_cannot_write_lets_its_engine_go_on(disk: Disk):
     while store.is_busy:
         store.turn()
     assert woken == [None]
+
+
+@pytest.mark.parametrize("size", [MIB, 75 * MIB, 300 * MIB])
+def test_a_store_that_is_not_busy_has_room_for_its_largest_block(disk: Disk, size: int):
+    store = disk.open(10 << 30, largest_bytes=size)
+    assert store.room_bytes >= WAITING_BYTES
+    state = bytes(size)
+    count = 0
+    while not store.is_busy:
+        assert store.room_bytes >= size
+        (block,) = chain(count, 1, 0)
+        store.put(replace(block, data=state, is_state=True))
+        count += 1
+    assert store.stats.discarded == {}
+    assert count >= (2 if size < WAITING_BYTES else 1)
 
 
 def test_a_large_block_waits_alone(disk: Disk):

@@ -43,6 +43,26 @@ def test_blocks_are_read_from_files(disk: Disk):
     assert stats.used_bytes == disk.num_bytes()
 
 
+def test_a_state_has_a_file_of_its_own_behind_what_it_follows(disk: Disk):
+    store, blocks = disk.open(), chain("a", 10)
+    state = replace(chain("state", 1, 50_000, blocks[4].content)[0], is_state=True)
+    whole = replace(chain("whole", 1, 50_000)[0], is_state=True)
+    disk.save(store, [*blocks[:5], state, *blocks[5:], whole])
+    assert len(disk.files()) == 4
+    store.close()
+    store = disk.open()
+    for wanted in ([*blocks, state], [*blocks[:5], state], [whole]):
+        assert store.find(contents(wanted)) == len(wanted)
+        assert read(store, contents(wanted)) == data(wanted)
+    (path,) = (each for each in disk.files() if state.content in each.read_bytes())
+    path.unlink()
+    disk.count_change()
+    disk.clock.pass_s(3)
+    store.turn()
+    assert store.find(contents([state])) == 0
+    assert store.find(contents(blocks)) == 10
+
+
 def test_a_restart_finds_them(disk: Disk):
     store, blocks = disk.open(), chain("a", 70)
     disk.save(store, blocks)
