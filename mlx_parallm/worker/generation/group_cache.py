@@ -124,9 +124,9 @@ class GroupKVCache:
         return self._group.mask(window, as_array=return_array)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write keys ``[B, K, 1, D]`` or ``[1, K, L, D]`` and values; return all positions' KV."""
+        """Write keys ``[B, K, L, D]`` and values; return all positions' KV."""
         if self._group.length > 1:
-            keys, values = keys.swapaxes(0, 2), values.swapaxes(0, 2)
+            keys, values = _by_row(keys), _by_row(values)
         self._backend.write(self._pool, self._group.plan, keys, values)
         return self.keys_and_values()
 
@@ -206,6 +206,11 @@ class CacheViews:
         window = packed.window
         pool = self._pools.layers[packed.index]
         return GroupKVCache(pool, window, group, self._backend)
+
+
+def _by_row(array: mx.array) -> mx.array:
+    """Return keys or values ``[B, K, L, D]`` as those of rows, ``[B * L, K, 1, D]``."""
+    return array.swapaxes(1, 2).reshape(-1, array.shape[1], 1, array.shape[3])
 
 
 def is_packed_cache(value: Any) -> bool:

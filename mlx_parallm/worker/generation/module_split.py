@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_parallm.worker.generation.group_cache import CacheViews, is_packed_cache
 from mlx_parallm.worker.generation.paged_cache import WindowMask
 from mlx_parallm.worker.generation.row_groups import Group, join_outputs
-from mlx_parallm.worker.generation.state_store import GroupStateCache, States
+from mlx_parallm.worker.generation.state_store import GroupStateCache, KeptStates, States
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.lora.context import AdapterContext
 
@@ -57,6 +57,7 @@ class SplitStep:
         views: CacheViews,
         groups: Sequence[Group],
         states: Sequence[States],
+        kept: Sequence[KeptStates],
         positions: mx.array,
         adapters: AdapterContext,
     ) -> None:
@@ -64,13 +65,14 @@ class SplitStep:
         self._views = views
         self._groups = groups
         self._states = states
+        self._kept = kept
         self._positions = positions
         self._num_rows = positions.shape[0]
 
     def run(self, call: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Call a module once per group, and return its outputs as packed rows."""
         outputs = []
-        for group, states in zip(self._groups, self._states, strict=True):
+        for group, states, kept in zip(self._groups, self._states, self._kept, strict=True):
             state_caches: dict[int, GroupStateCache] = {}
             convert = partial(self._convert, group=group, states=states, state_caches=state_caches)
             values = [convert(value) for value in (*args, *options.values())]
@@ -78,7 +80,8 @@ class SplitStep:
                 values = _after(outputs[-1], values)
             own_args = values[: len(args)]
             own_options = dict(zip(options, values[len(args) :], strict=True))
-            with self._adapters.during(group.adapter_rows):
+            noting = kept.noting(state_caches, group.length)
+            with self._adapters.during(group.adapter_rows), noting:
                 outputs.append(call(*own_args, **own_options))
             for cache in state_caches.values():
                 cache.commit()

@@ -22,6 +22,7 @@ from mlx_parallm.worker.attention.base import (
 from mlx_parallm.worker.attention.dense import TwoWayRows
 from mlx_parallm.worker.device.allocator import limit_arrays
 from mlx_parallm.worker.device.properties import allocate
+from mlx_parallm.worker.layers.kept_states import StateNotes
 
 
 class KVPools:
@@ -135,6 +136,7 @@ class PackedStep:
         plan: the backend's plan of the step.
         tables: the block tables of the rows, int32 ``[T, M]``; None unless a function that gathers
             keys is being traced.
+        notes: see ``seam.PagedStep``.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class PackedStep:
         self.backend = backend
         self.plan = plan
         self.tables = tables
+        self.notes: StateNotes | None = None
         self._two_way = two_way or TwoWayRows()
         self._pools: dict[int, tuple[LayerPool, int | None]] = {}
 

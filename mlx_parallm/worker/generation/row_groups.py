@@ -19,12 +19,12 @@ from mlx_parallm.worker.lora.rows import AdapterRows
 
 
 class RowGroup:
-    """Decode rows as ``[B, 1]``, or one prefill chunk as ``[1, L]``.
+    """Decode rows as ``[B, 1]``, rows with L - 1 proposals as ``[B, L]``, or a chunk as ``[1, L]``.
 
     Attributes:
-        sequences: the B sequences of the decode rows, or the one sequence of the chunk.
-        rows: the indices of their tokens among the step's T rows.
-        length: the number of tokens of each sequence.
+        sequences: the B sequences of the rows, or the one sequence of the chunk.
+        rows: the indices of their tokens among the step's T rows, sequence by sequence.
+        length: the number L of tokens of each sequence.
         offset: the position of the first token: an int for one sequence, otherwise int32 ``[B]``.
         plan: the attention backend's plan for these sequences alone.
         table: the block tables, int32 ``[B, blocks]``.
@@ -103,20 +103,20 @@ class RowGroup:
             return part
         # An array [T, 1, 1, 1] is a factor of [B, H, L, D]. All others get their tokens in axis 1.
         is_factor = array.ndim == 4 and array.shape[1:] == (1, 1, 1)
-        return part.swapaxes(0, 2 if is_factor else 1)
+        shape = (1, self.length, 1) if is_factor else (self.length, *array.shape[2:])
+        return part.reshape(len(self.sequences), *shape)
 
     def pack(self, array: mx.array) -> mx.array:
-        """Return an output ``[B, 1, ...]`` or ``[1, L, ...]`` as packed rows ``[rows, 1, ...]``."""
+        """Return an output ``[B, L, ...]`` as packed rows ``[rows, 1, ...]``."""
         if array.ndim >= 2 and array.shape[:2] == (len(self.sequences), self.length):
-            return array if self.length == 1 else array.swapaxes(0, 1)
+            return array if self.length == 1 else array.reshape(-1, 1, *array.shape[2:])
         raise UnsupportedAttentionError(f"an output of shape {array.shape} has no rows")
 
     def _array_mask(self, window: int | None) -> mx.array:
         columns = np.arange(self.padded_len)
-        if self.length == 1:
-            positions = self._starts[:, None, None, None]
-        else:
-            positions = (self._starts[0] + np.arange(self.length))[:, None]
+        positions = (self._starts[:, None] + np.arange(self.length))[:, None, :, None]
+        if len(self.sequences) == 1 and self.length > 1:
+            positions = positions[0, 0]
         seen: Any = columns <= positions
         if window is not None:
             seen &= columns > positions - window
@@ -180,6 +180,7 @@ def make_groups(
     block_size: int,
     *,
     batch_decode: bool,
+    batch_proposals: bool = False,
     max_scores: float = math.inf,
 ) -> list[RowGroup]:
     """Return the groups of a step: all decode rows, and each prefill chunk by itself.
@@ -189,24 +190,36 @@ def make_groups(
         backend: the attention backend.
         block_size: the tokens of a block.
         batch_decode: False to make each decode row a group by itself too.
+        batch_proposals: True to make one group of all rows with proposals that have the same
+            number of tokens; False to make each a group by itself.
         max_scores: most scores of a head that a group of a chunk has; longer chunks are cut into
             several groups.
     """
     firsts = np.cumsum([0, *(len(sequence.token_ids) for sequence in sequences)])
-    decode: list[int] = []
+    batches: dict[int, list[int]] = {1: []}
     groups: list[RowGroup] = []
     for index, sequence in enumerate(sequences):
+        length = len(sequence.token_ids)
+        is_batched = batch_proposals if sequence.verify else batch_decode and length == 1
         # A new sequence has no state yet that could be stacked with those of others.
-        if batch_decode and len(sequence.token_ids) == 1 and sequence.start > 0:
-            decode.append(index)
+        if is_batched and sequence.start > 0:
+            batches.setdefault(length, []).append(index)
             continue
-        for first, part in _cut(sequence, max_scores):
+        # A row with proposals stays whole, because its states are kept as a whole.
+        for first, part in _cut(sequence, math.inf if sequence.verify else max_scores):
             rows = firsts[index] + np.arange(first, first + len(part.token_ids))
             groups.append(RowGroup([part], rows, backend, block_size, continues=first > 0))
-    if decode:
-        members = [sequences[index] for index in decode]
-        groups.insert(0, RowGroup(members, firsts[decode], backend, block_size))
-    return groups
+    whole = [
+        RowGroup(
+            [sequences[index] for index in batch],
+            (firsts[batch][:, None] + np.arange(length)).ravel(),
+            backend,
+            block_size,
+        )
+        for length, batch in batches.items()
+        if batch
+    ]
+    return whole + groups
 
 
 def _cut(sequence: ScheduledSequence, max_scores: float) -> Iterator[tuple[int, ScheduledSequence]]:

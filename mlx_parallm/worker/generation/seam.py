@@ -8,7 +8,8 @@ unchanged.
 - Attention asks the forward whether the keys, by identity, are one of its pools. If not, it calls
   the original.
 - SwiGLU takes the faster of two ways to the same values.
-- The gated delta rule and state spaces take kernels where these exist (``state_layers.py``).
+- The gated delta rule and state spaces take kernels where these exist (``state_layers.py``), and
+  note what states are computed from for rows with proposals (``kept_states.py``).
 - Classes that compute attention themselves have their ``__call__`` replaced
   (``attention_overrides.py``), and so have gated delta nets, which have kernels (``delta_net.py``).
 """
@@ -31,6 +32,7 @@ from mlx_parallm.numerics.elementary import is_exp_slow, silu
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.generation.attention_overrides import ATTENTION_OVERRIDES, Override
 from mlx_parallm.worker.layers.delta_net import NETS, delta_net
+from mlx_parallm.worker.layers.kept_states import RECURRENCES, RecurrenceSeam, StateNotes
 from mlx_parallm.worker.layers.state_kernels import DeltaKernel, ScanKernel
 from mlx_parallm.worker.layers.state_layers import DeltaSeam, ScanSeam
 
@@ -39,7 +41,13 @@ MIN_SWIGLU_SIZE = 8192
 
 
 class PagedStep(Protocol):
-    """A forward in progress over paged pools."""
+    """A forward in progress over paged pools.
+
+    Attributes:
+        notes: where recurrent layers note what their states are computed from; None if nowhere.
+    """
+
+    notes: StateNotes | None = None
 
     def attend(
         self,
@@ -122,16 +130,18 @@ class ModuleSeam:
         return self.original(module, *args, **options)
 
 
-Seam = PagedAttentionSeam | SwigluSeam | ModuleSeam | DeltaSeam | ScanSeam
+Seam = PagedAttentionSeam | SwigluSeam | ModuleSeam | DeltaSeam | ScanSeam | RecurrenceSeam
 
 
 class ModelSeams:
     """The seams in all Python modules that define a model's classes."""
 
     def __init__(self, model: nn.Module) -> None:
-        kinds: dict[str, type[PagedAttentionSeam | SwigluSeam]] = {
+        kinds: dict[str, Callable[[Callable[..., Any]], Seam]] = {
             "scaled_dot_product_attention": PagedAttentionSeam
         }
+        for function, recurrence in RECURRENCES.items():
+            kinds[function] = partial(RecurrenceSeam, recurrence=recurrence)
         if is_exp_slow():
             kinds["swiglu"] = SwigluSeam
         names = {type(module).__module__ for module in model.modules()}

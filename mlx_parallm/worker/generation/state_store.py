@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -11,7 +12,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_parallm.types.errors import StepError
+from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.generation.cache_layout import StateLayout
+from mlx_parallm.worker.layers.kept_states import StateAfter, StateNotes
 
 #: States by cache, then by entry: an array ``[B, ...]``, or None for an entry not yet written.
 States = list[list[Any]]
@@ -32,6 +35,81 @@ class StateBatch:
     num_sequences: int = 1
 
 
+class UnknownStateError(RuntimeError):
+    """A layer's state after some of a step's tokens is not known."""
+
+
+class KeptStates:
+    """The states of a group before a step, and after each of its tokens, made when asked for."""
+
+    def __init__(
+        self,
+        start: States,
+        num_rows: int,
+        notes: StateNotes | None = None,
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Keep the states before the step.
+
+        Args:
+            start: the states before the step.
+            num_rows: their number of rows.
+            notes: what layers note; None to keep no state but that before the step.
+            within: returns the context in which layers use the kernels that steps use.
+        """
+        self._start = [list(entries) for entries in start]
+        self._num_rows = num_rows
+        self._notes = notes
+        self._within = within
+        self._after: list[list[StateAfter | None]] = [[None] * len(entries) for entries in start]
+        self._made: dict[int, StateBatch] = {}
+
+    @property
+    def has_each(self) -> bool:
+        """True if the states after each token are kept."""
+        return self._notes is not None
+
+    @contextmanager
+    def noting(self, caches: Mapping[int, ArraysCache], length: int) -> Iterator[None]:
+        """Learn what states are made of from the call of a module in the context.
+
+        Args:
+            caches: those that the module used, by index, once it has returned.
+            length: the number of tokens.
+        """
+        if self._notes is None:
+            yield
+            return
+        with self._notes.during():
+            yield
+            for index, cache in caches.items():
+                before = self._start[index]
+                self._after[index] = self._notes.states_after(before, cache.cache, length)
+
+    def after(self, count: int) -> StateBatch:
+        """Return the states after ``count`` of the step's tokens.
+
+        Raises:
+            UnknownStateError: a layer's state is not known.
+        """
+        if count not in self._made:
+            states = self._start if count == 0 else self._states_after(count)
+            self._made[count] = StateBatch(states, self._num_rows, self._num_rows)
+        return self._made[count]
+
+    def _states_after(self, count: int) -> States:
+        if any(after is None for entries in self._after for after in entries):
+            raise UnknownStateError(f"the states after {count} tokens are not known")
+        with self._within():
+            return [[after(count) for after in entries if after] for entries in self._after]
+
+
+#: A batch and the index of a row in it.
+_Row = tuple[StateBatch, int]
+#: A kept state: those of its group, the number of tokens after which it is, and the group's row.
+_Kept = tuple[KeptStates, int, int]
+
+
 class StateStore:
     """The states of all of a model's caches that are not KV, by slot.
 
@@ -46,7 +124,10 @@ class StateStore:
         """Begin without states; ``layouts`` are those of the caches."""
         self.layouts = tuple(layouts)
         # The row of each slot: the batch that has it, and its index there.
-        self._rows: dict[int, tuple[StateBatch, int]] = {}
+        self._rows: dict[int, _Row] = {}
+        # What the latest step kept by slot, and the one before.
+        self._kept: dict[int, _Kept] = {}
+        self._kept_before: dict[int, _Kept] = {}
         self._written: list[mx.array] = []
 
     @property
@@ -57,6 +138,7 @@ class StateStore:
     def forget(self) -> None:
         """Forget the states of all slots."""
         self._rows.clear()
+        self._kept, self._kept_before = {}, {}
         self._written.clear()
 
     def reset(self, slot: int) -> States:
@@ -103,11 +185,25 @@ class StateStore:
             self._rows[slot] = batch, row
         self._note(states)
 
+    def keep(self, sequences: Sequence[ScheduledSequence], kept: KeptStates) -> None:
+        """Keep the states of a group's sequences in their ``kept_slots``.
+
+        They can be copied before either of the next two steps.
+        """
+        for row, sequence in enumerate(sequences):
+            slots = sequence.kept_slots
+            first = len(sequence.token_ids) - len(slots) if kept.has_each else 0
+            for index, slot in enumerate(slots):
+                self._kept[slot] = kept, first + index, row
+
+    def drop_kept(self) -> None:
+        """Drop what no copy can name any more; called once before each step, after its copies."""
+        self._kept_before, self._kept = self._kept, {}
+
     def copy(self, source: int, target: int) -> None:
         """Copy the state of slot ``source`` to slot ``target``."""
-        self._rows.pop(target, None)
-        if source in self._rows:
-            self._rows[target] = self._own(*self._rows[source])
+        kept, own = self._kept_row(source), self._rows.get(source)
+        self._put(target, kept or (own and self._own(*own)))
 
     def capture(self, source: int, target: int) -> mx.array:
         """Copy the state of a slot into memory of its own, as that of slot ``target``.
@@ -117,12 +213,13 @@ class StateStore:
         Raises:
             StepError: the slot has no state.
         """
-        if source not in self._rows:
+        place = self._kept_row(source) or self._rows.get(source)
+        if place is None:
             raise StepError(f"slot {source} has no state to keep")
-        batch, row = self._own(*self._rows[source])
+        batch, row = self._own(*place)
         # A part of a larger array, such as a convolution's last inputs, would keep all of it alive.
         own = [[_compact(array) for array in entries] for entries in batch.states]
-        self._rows[target] = StateBatch(own, 1), row
+        self._put(target, (StateBatch(own, 1), row))
         self._note(own)
         arrays = [array for entries in own for array in entries if isinstance(array, mx.array)]
         return mx.stack([mx.isnan(array).any() for array in arrays]).any()
@@ -136,6 +233,23 @@ class StateStore:
         """Drop the arrays of a step that failed, so that no later step evaluates them."""
         self._written.clear()
 
+    def _kept_row(self, slot: int) -> _Row | None:
+        """Return the row of a slot that keeps a state; None if it keeps none."""
+        kept = self._kept.get(slot) or self._kept_before.get(slot)
+        if kept is None:
+            return None
+        states, count, row = kept
+        batch = states.after(count)
+        self._note(batch.states)
+        return batch, row
+
+    def _put(self, slot: int, row: _Row | None) -> None:
+        """Make a row the state of a slot, whatever that has or keeps; None for no state."""
+        for slots in (self._rows, self._kept, self._kept_before):
+            slots.pop(slot, None)
+        if row is not None:
+            self._rows[slot] = row
+
     def _release(self, slots: Sequence[int], batches: set[int]) -> None:
         """Copy all other slots' rows out of batches, by id, so that the arrays can be freed."""
         kept = set(slots)
@@ -143,7 +257,7 @@ class StateStore:
             if slot not in kept and id(batch) in batches and batch.num_rows > 1:
                 self._rows[slot] = self._own(batch, row)
 
-    def _own(self, batch: StateBatch, row: int) -> tuple[StateBatch, int]:
+    def _own(self, batch: StateBatch, row: int) -> _Row:
         """Return a batch that has a copy of this row alone, and the row's index in it."""
         if batch.num_rows == 1:
             return batch, 0
@@ -172,7 +286,7 @@ class GroupStateCache(ArraysCache):
         self._states[self._index] = list(self.cache)
 
 
-def _stack(rows: Sequence[tuple[StateBatch, int]], num_rows: int) -> States:
+def _stack(rows: Sequence[_Row], num_rows: int) -> States:
     """Return rows of batches stacked in this order, with the last repeated up to ``num_rows``."""
     indices, first = [index for _, index in rows], rows[0][0]
     is_run = indices == list(range(indices[0], indices[0] + num_rows))
@@ -190,7 +304,7 @@ def _stack(rows: Sequence[tuple[StateBatch, int]], num_rows: int) -> States:
     ]
 
 
-def _runs(rows: Sequence[tuple[StateBatch, int]]) -> Iterator[tuple[StateBatch, mx.array | None]]:
+def _runs(rows: Sequence[_Row]) -> Iterator[tuple[StateBatch, mx.array | None]]:
     """Yield each run of rows of one batch, with their indices; None for a whole batch in order."""
     for _, run in groupby(rows, key=lambda row: id(row[0])):
         members = list(run)

@@ -58,7 +58,7 @@ def try_ranks(name: str, ranks: Ranks) -> dict[str, Any]:
     except ConfigError as refusal:
         return {"refused": str(refusal)}
     cut_model(model, ranks).add_up()
-    choice = _choose(model, config, ranks)
+    choice = choose(model, config, ranks)
     return {
         "path": choice.name,
         "difference": largest_difference(choice.path, texts, BLOCK_SIZE),
@@ -86,7 +86,7 @@ def build(config: dict[str, Any]) -> Any:
 def _try_short(name: str) -> dict[str, Any]:
     config = config_of(name)
     model = build(config)
-    choice = _choose(model, config)
+    choice = choose(model, config)
     agreeing = [attempt for attempt in choice.attempts if attempt.agrees]
     refused = [
         f"{attempt.path}: {attempt.error or f'differs by {attempt.difference:.1g}'}"
@@ -108,7 +108,7 @@ def _try_long(name: str) -> dict[str, Any]:
     config = long_config_of(name)
     # A path may leave its traces in a model, so the stock answers come from another.
     texts = [_stock_text(build(config), length) for length in LONG_TEXTS]
-    choice = _choose(build(config), config)
+    choice = choose(build(config), config)
     path = next((attempt.path for attempt in choice.attempts if attempt.agrees), "alone")
     if path == "alone":
         return {"path": path, "difference": 0.0}
@@ -118,7 +118,7 @@ def _try_long(name: str) -> dict[str, Any]:
         return {"path": path, "error": f"{type(reason).__name__}: {reason}"}
 
 
-def _choose(model: Any, config: dict[str, Any], ranks: Ranks | None = None) -> PathChoice:
+def choose(model: Any, config: dict[str, Any], ranks: Ranks | None = None) -> PathChoice:
     return choose_path(
         model,
         probe_layout(model),

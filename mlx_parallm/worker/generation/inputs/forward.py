@@ -115,7 +115,8 @@ class InputForward:
             features: those of the inputs that sequences name.
         """
         assert self.path is not None, "a path is chosen before the first step"
-        spread = spread_proposals(sequences)
+        # Rows of one sequence cannot have its state at once.
+        spread = sequences if self.path.has_state else spread_proposals(sequences)
         gathered = features.gather(sequences)
         if gathered is None:
             return self.path.logits(spread, token_ids, rows)

@@ -343,6 +343,7 @@ class GeneratorModel(WorkerModel):
             tracer=self._device.tracer,
             choices=weights.plan.choices,
             takes_embeds=weights.spec.settings.enable_prompt_embeds,
+            speculates=weights.spec.settings.speculative is not None,
             faults=self._device.faults,
         )
         if host_bytes := weights.spec.settings.cache.kv_host_bytes:

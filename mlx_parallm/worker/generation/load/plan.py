@@ -9,6 +9,7 @@ from typing import Any
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.types.step import KVPlan, RunnerInfo
+from mlx_parallm.worker.generation.load.proposal_check import ProposalChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,8 @@ class DecoderChoices:
             not, if it has none, or before ``Allocate``.
         adapts_by_kernel: True if the kernels of adapters are used; None before ``Allocate``, and
             for a draft model.
+        proposals: how rows with proposals run; None before ``Allocate``, for a draft model, and
+            without speculation.
     """
 
     is_cast: bool
@@ -52,6 +55,7 @@ class DecoderChoices:
     why_no_images: str | None = None
     samples_by_kernel: bool | None = None
     adapts_by_kernel: bool | None = None
+    proposals: ProposalChoice | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

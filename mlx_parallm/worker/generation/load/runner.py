@@ -27,8 +27,9 @@ from mlx_parallm.worker.generation.inputs.runs import InputComputer
 from mlx_parallm.worker.generation.live_model import LiveModel
 from mlx_parallm.worker.generation.load.image_check import ImageCheck
 from mlx_parallm.worker.generation.load.memory import max_scores
-from mlx_parallm.worker.generation.load.path_choice import choose_path
+from mlx_parallm.worker.generation.load.path_choice import checked_length, choose_path
 from mlx_parallm.worker.generation.load.plan import DecoderChoices
+from mlx_parallm.worker.generation.load.proposal_check import choose_proposals
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.generation.paths.alone import AlonePath
 from mlx_parallm.worker.generation.paths.base import ForwardPath
@@ -58,6 +59,7 @@ def make_runner(  # noqa: PLR0913 - settings, by name
     tracer: StepTracer | None = None,
     choices: DecoderChoices | None = None,
     takes_embeds: bool = False,
+    speculates: bool = False,
     faults: DeviceFaults | None = None,
 ) -> tuple[ModelRunner, DecoderChoices]:
     """Return the runner of a model and all choices for it, made here or taken over.
@@ -75,6 +77,7 @@ def make_runner(  # noqa: PLR0913 - settings, by name
         choices: the choices of an earlier load, which are taken over; None to make them.
         takes_embeds: True if prompts may bring rows that replace embeddings, if the model allows
             it.
+        speculates: True if rows may have proposals.
         faults: the failures of the device; None if no other model uses it.
     """
     chosen = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
@@ -102,6 +105,17 @@ def make_runner(  # noqa: PLR0913 - settings, by name
         max_scores=max_scores(layouts, loaded.config, dtype, ranks.size if ranks else 1),
     )
     path = choice.path
+    proposals = None
+    if speculates:
+        proposals = choose_proposals(
+            path,
+            vocab_size=vocab_size,
+            window=checked_length(loaded.model, layouts),
+            block_size=plan.block_size,
+            dtype=loaded.dtype,
+            chosen=chosen.proposals,
+            ranks=ranks,
+        )
     if path.name in {"sequential", "alone"}:
         logger.warning("%s computes one sequence at a time", loaded.path.name)
     products = product_dtype(loaded.dtype)
@@ -116,6 +130,7 @@ def make_runner(  # noqa: PLR0913 - settings, by name
         why_no_images=chosen.why_no_images or choice.why_no_images,
         samples_by_kernel=kernels is not None,
         adapts_by_kernel=path.adapters.kernels is not None,
+        proposals=proposals,
     )
     info = _facts(loaded, plan, num_blocks, backend, path, draft)
     forward = forward.on(path)
@@ -223,6 +238,7 @@ def _facts(
         kv_cache_dtype=kv_cache_dtype_of(backend.quantisation),
         runs_ahead=backend.runs_ahead and path.name in {"packed", "split"},
         is_compiled=path.is_compiled,
+        keeps_states=path.keeps_states,
     )
 
 

@@ -201,17 +201,29 @@ def steps_of(
             start = num_computed[i]
             end = end_of(i, start, _next_end(len(text), start, is_prefilling=is_prefilling))
             if end > start:
-                # Blocks are spread over the pool, so that no sequence has neighbouring blocks.
-                blocks = range(i, -(-end // block_size) * len(texts), len(texts))
-                tokens = tuple(text[start:end])
                 step.append(
-                    ScheduledSequence(
-                        seq_id=i, slot=i, start=start, token_ids=tokens, block_table=tuple(blocks)
-                    )
+                    row_of(text, i, start, end, num_texts=len(texts), block_size=block_size)
                 )
             num_computed[i] = end
         steps.append(sorted(step, key=lambda sequence: len(sequence.token_ids)))
     return steps
+
+
+def row_of(
+    text: Sequence[int], number: int, start: int, end: int, *, num_texts: int, block_size: int
+) -> ScheduledSequence:
+    """Return tokens ``start`` to ``end`` of a text as a row, in the slot of the text's number.
+
+    Blocks are spread over the pool, so that no sequence has neighbouring blocks.
+    """
+    blocks = range(number, -(-end // block_size) * num_texts, num_texts)
+    return ScheduledSequence(
+        seq_id=number,
+        slot=number,
+        start=start,
+        token_ids=tuple(text[start:end]),
+        block_table=tuple(blocks),
+    )
 
 
 def _next_end(length: int, start: int, *, is_prefilling: bool) -> int:

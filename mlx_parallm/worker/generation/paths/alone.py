@@ -27,6 +27,7 @@ class AlonePath(ForwardPath):
     """Runs sequences one at a time on stock caches, kept by slot."""
 
     name = "alone"
+    keeps_states = False
 
     def __init__(self, model: Any) -> None:
         self._model = model

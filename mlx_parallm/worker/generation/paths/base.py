@@ -37,6 +37,9 @@ class ForwardPath(Protocol):
     name: str
     """The path's name: "packed", "split", "sequential" or "alone"."""
 
+    keeps_states: bool
+    """See ``RunnerInfo``."""
+
     adapters: AdapterContext
     """The context from which layers read the adapters of a step's rows."""
 
@@ -99,7 +102,7 @@ class ForwardPath(Protocol):
         ...
 
     def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy per-sequence state ``(source slot, target slot)``."""
+        """Copy per-sequence state ``(source slot, target slot)``; called once before each step."""
         ...
 
     def capture_state(self, pairs: Sequence[tuple[int, int]]) -> dict[int, mx.array]:
@@ -115,7 +118,10 @@ class PooledPath(ForwardPath):
 
     Attributes:
         adapters: see ``ForwardPath``.
+        keeps_states: see ``ForwardPath``.
     """
+
+    keeps_states = False
 
     def __init__(self, pools: KVPools, states: StateStore) -> None:
         """Begin without compiled steps.
@@ -182,6 +188,7 @@ class PooledPath(ForwardPath):
     def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:
             self._states.copy(source, target)
+        self._states.drop_kept()
 
     @override
     def capture_state(self, pairs: Sequence[tuple[int, int]]) -> dict[int, mx.array]:

@@ -15,7 +15,7 @@ from mlx_parallm.worker.generation.group_cache import CacheViews
 from mlx_parallm.worker.generation.paged_cache import KVPools, PackedStep
 from mlx_parallm.worker.generation.paths.base import PooledPath
 from mlx_parallm.worker.generation.row_groups import make_groups
-from mlx_parallm.worker.generation.state_store import GroupStateCache
+from mlx_parallm.worker.generation.state_store import GroupStateCache, KeptStates
 
 
 class SequentialPath(PooledPath):
@@ -47,6 +47,7 @@ class SequentialPath(PooledPath):
         parts = []
         for group in groups:
             states, state_caches = self._views.begin(group), dict[int, GroupStateCache]()
+            kept = KeptStates(states, 1)
             caches = [self._views.grouped(cache, group, states, state_caches) for cache in packed]
             tokens = token_ids[int(group.rows[0]) : int(group.rows[-1]) + 1][None]
             with self.adapters.during(group.adapter_rows):
@@ -54,6 +55,7 @@ class SequentialPath(PooledPath):
             for cache in state_caches.values():
                 cache.commit()
             self._states.commit(group.slots, states)
+            self._states.keep(group.sequences, kept)
             own_rows = logit_rows[(logit_rows >= group.rows[0]) & (logit_rows <= group.rows[-1])]
             if len(own_rows):
                 parts.append(logits[0, mx.array(own_rows - np.int32(group.rows[0]))])

@@ -21,7 +21,8 @@ from mlx_parallm.worker.generation.paths.compiled_decode import CompiledDecode
 from mlx_parallm.worker.generation.row_groups import DecodeGroup, Group, RowGroup, make_groups
 from mlx_parallm.worker.generation.row_selection import RowSelector
 from mlx_parallm.worker.generation.seam import ModelSeams
-from mlx_parallm.worker.generation.state_store import States
+from mlx_parallm.worker.generation.state_store import KeptStates, States
+from mlx_parallm.worker.layers.kept_states import StateNotes, note_convolutions
 from mlx_parallm.worker.lora.rows import AdapterRows
 
 
@@ -30,8 +31,13 @@ class SplitPath(PooledPath):
 
     These modules run once per group; norms, MLP, experts and head take one row per token. All
     decode rows are one group, so that a module runs once however many sequences decode. Without
-    ``batch_decode`` each is a group of its own, for modules that cannot be batched. Implements
-    ``ForwardPath``.
+    ``batch_decode`` each is a group of its own, for modules that cannot be batched. Rows with
+    proposals are groups too where the model has states; otherwise each proposal is a decode row.
+    Implements ``ForwardPath``.
+
+    Attributes:
+        batch_decode: True to run decode rows as one group.
+        batch_proposals: True to run rows with proposals of equal length as one group.
     """
 
     name = "split"
@@ -70,9 +76,12 @@ class SplitPath(PooledPath):
         self._backend = backend
         self._selector = selector
         self._block_size = block_size
-        self._batch_decode = batch_decode
+        self.batch_decode = batch_decode
         self._max_scores = max_scores
+        self.batch_proposals = False
         self._seams = ModelSeams(model)
+        self._notes = StateNotes()
+        self._noting = note_convolutions(modules, self._notes)
         self._split = ModuleSplit(modules)
         if compiles and isinstance(backend, CompilableAttention):
             self._compiled = CompiledDecode(
@@ -82,6 +91,7 @@ class SplitPath(PooledPath):
     def close(self) -> None:
         """Undo the split of the model's modules."""
         self._split.remove()
+        self._noting.remove()
 
     @override
     def logits(
@@ -96,17 +106,20 @@ class SplitPath(PooledPath):
             sequences,
             self._backend,
             self._block_size,
-            batch_decode=self._batch_decode,
+            batch_decode=self.batch_decode,
+            batch_proposals=self.batch_proposals,
             max_scores=self._max_scores,
         )
         states = self._begin(groups)
+        kept = [self._keep(*each, step) for each in zip(groups, states, strict=True)]
         head_rows = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
         with self.adapters.during(AdapterRows.of_step(slots), head_rows):
             logits = self._selector.run(
-                lambda: self._forward(token_ids, step, groups, states), head_rows
+                lambda: self._forward(token_ids, step, groups, states, kept), head_rows
             )
-        for group, group_states in zip(groups, states, strict=True):
+        for group, group_states, group_kept in zip(groups, states, kept, strict=True):
             self._states.commit(group.slots, group_states)
+            self._states.keep(group.sequences, group_kept)
         if compiled is not None:
             compiled.learn(step.plan, self._block_size if self._views.has_gathered else None)
         return logits
@@ -118,9 +131,16 @@ class SplitPath(PooledPath):
             states.append(states[-1] if group.continues else self._views.begin(group))
         return states
 
+    def _keep(self, group: RowGroup, states: States, step: PackedStep) -> KeptStates:
+        """Return the group's states before the step, and in it what the proposals make of them."""
+        has_each = self.keeps_states and any(sequence.kept_slots for sequence in group.sequences)
+        notes = self._notes if has_each else None
+        num_rows = len(group.sequences)
+        return KeptStates(states, num_rows, notes, lambda: self._seams.during(step))
+
     def _traced(self, token_ids: mx.array, step: PackedStep, states: States) -> mx.array:
         group = DecodeGroup(step, self._block_size, self.adapters.rows)
-        return self._forward(token_ids, step, [group], [states])
+        return self._forward(token_ids, step, [group], [states], [KeptStates(states, group.length)])
 
     def _forward(
         self,
@@ -128,7 +148,9 @@ class SplitPath(PooledPath):
         step: PackedStep,
         groups: Sequence[Group],
         states: Sequence[States],
+        kept: Sequence[KeptStates],
     ) -> mx.array:
-        splitting = SplitStep(self._views, groups, states, step.positions, self.adapters)
+        step.notes = self._notes
+        splitting = SplitStep(self._views, groups, states, kept, step.positions, self.adapters)
         with self._seams.during(step), self._split.during(splitting):
             return self._model(token_ids[:, None], cache=self._views.packed(step))
