@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from mlx_parallm.types.request import GenerateRequest
@@ -40,7 +40,11 @@ class Choice:
 
 
 class SimulatedRunner:
-    """Runs batches over a store of ``num_blocks`` blocks and one token list per state slot."""
+    """Runs batches over a store of ``num_blocks`` blocks and one token list per state slot.
+
+    The state of a slot is the list of all tokens that ran in it. Every row checks that these are
+    the tokens before it, which requests with one cache key have computed.
+    """
 
     def __init__(
         self,
@@ -49,9 +53,21 @@ class SimulatedRunner:
         num_slots: int,
         *,
         has_state: bool,
+        has_kv: bool = True,
         copies: bool = False,
     ) -> None:
+        """Begin with garbage everywhere.
+
+        Args:
+            num_blocks: the blocks of the pool.
+            block_size: the tokens of a block.
+            num_slots: the slots of states, those of snapshots included.
+            has_state: True if the model keeps a state per sequence.
+            has_kv: False if it keeps nothing else: blocks that were found hold nothing.
+            copies: True if the model often repeats what followed its last token before.
+        """
         self._copies = copies
+        self._has_kv = has_kv
         self._drafted: list[list[int]] = [[-1] * block_size for _ in range(num_blocks)]
         self._block_size = block_size
         self._blocks: list[list[int]] = [[-1] * block_size for _ in range(num_blocks)]
@@ -60,6 +76,9 @@ class SimulatedRunner:
         self._chosen: dict[int, int] = {}
         self._block_contents = [[PLAIN] * block_size for _ in range(num_blocks)]
         self._state_contents: list[set[str]] = [set() for _ in range(num_slots)]
+        self._state_keys: list[set[Hashable]] = [set() for _ in range(num_slots)]
+        #: The cache key of a sequence, by its number.
+        self.key_of: Callable[[int], Hashable] = lambda seq_id: None
         self._adapters: dict[int, str] = {}
         #: The content of the model's own weights; may change between two steps.
         self.base = ""
@@ -71,11 +90,20 @@ class SimulatedRunner:
         adapter = self._adapters[row.adapter_slot] if row.adapter_slot else ""
         return f"{self.base}/{adapter}"
 
-    def run(self, batch: ScheduledBatch, failed: frozenset[int] = frozenset()) -> StepOutput:
-        """One step; the sequences in ``failed`` leave garbage behind."""
+    def run(
+        self,
+        batch: ScheduledBatch,
+        failed: frozenset[int] = frozenset(),
+        bad_slots: frozenset[int] = frozenset(),
+    ) -> StepOutput:
+        """One step; the sequences in ``failed`` and ``bad_slots`` leave garbage behind."""
         self._adapters.update(batch.adapters)
         saved = self._move(batch)
         self._copy(batch)
+        for slot in bad_slots:
+            self._states[slot] = [GARBAGE]
+        for row in batch.sequences:
+            self._check_state(row)
         rows = [self._with_drafts(row) for row in batch.sequences]
         for row in rows:
             self._write(row, garbage=row.seq_id in failed)
@@ -95,7 +123,18 @@ class SimulatedRunner:
             prompt_logprobs={row.seq_id: self._score(row) for row in good if row.target_ids},
             failed=dict.fromkeys(failed, "failed"),
             saved=saved,
+            bad_slots=tuple(bad_slots),
         )
+
+    def _check_state(self, row: ScheduledSequence) -> None:
+        """Check that a row's slot has the state after the tokens before it."""
+        if not (self._has_state and row.start):
+            return
+        before = self._tokens_of(row)[: row.start]
+        # A row runs in vain behind a step that failed.
+        if GARBAGE not in before:
+            assert self._states[row.slot] == before, "a slot holds another state"
+            assert self._state_keys[row.slot] == {self.key_of(row.seq_id)}, "of another cache key"
 
     def _move(self, batch: ScheduledBatch) -> tuple[tuple[bytes, bytes], ...]:
         """Read saved blocks, then fill others; return what was read."""
@@ -116,9 +155,27 @@ class SimulatedRunner:
             for store in (self._blocks, self._drafted):
                 store[target] = list(store[source])
             self._block_contents[target] = list(self._block_contents[source])
-        for source, target in batch.state_copies:
+        self._copy_states(batch.state_copies)
+        if not self._has_kv:
+            restored = {target for _, target in batch.state_copies}
+            for row in batch.sequences:
+                if row.slot in restored:
+                    self._fill_blocks(row)
+
+    def _copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
             self._states[target] = list(self._states[source])
             self._state_contents[target] = set(self._state_contents[source])
+            self._state_keys[target] = set(self._state_keys[source])
+
+    def _fill_blocks(self, row: ScheduledSequence) -> None:
+        """Let the blocks of a restored row have what its state has."""
+        assert len(self._states[row.slot]) == row.start, "a state of another length"
+        (content,) = self._state_contents[row.slot] or {PLAIN}
+        for position, token in enumerate(self._states[row.slot]):
+            block, offset = divmod(position, self._block_size)
+            self._blocks[row.block_table[block]][offset] = token
+            self._block_contents[row.block_table[block]][offset] = content
 
     def _choose(self, row: ScheduledSequence, first: SampleSpec) -> list[int]:
         """Return the tokens that follow a row's own, as far as its proposals are right."""
@@ -181,6 +238,8 @@ class SimulatedRunner:
         for block, _ in batch.moves.filled:
             self._blocks[block] = [GARBAGE] * self._block_size
             self._drafted[block] = [GARBAGE] * self._block_size
+        for _, slot in batch.state_copies:
+            self._states[slot] = [GARBAGE]
         for row in batch.sequences:
             self._write(row, garbage=True)
             if row.draft is not None:
@@ -199,14 +258,18 @@ class SimulatedRunner:
             self._block_contents[block][position % self._block_size] = content
         if row.start == 0:
             self._states[row.slot], self._state_contents[row.slot] = [], set()
+            self._state_keys[row.slot] = set()
         self._states[row.slot] += tokens
         self._state_contents[row.slot].add(content)
+        self._state_keys[row.slot].add(self.key_of(row.seq_id))
+
+    def _tokens_of(self, row: ScheduledSequence) -> list[int]:
+        return [token for block in row.block_table for token in self._blocks[block]]
 
     def _read(self, row: ScheduledSequence) -> list[int]:
-        length = row.start + len(row.token_ids)
-        tokens = [token for block in row.block_table for token in self._blocks[block]][:length]
-        # A row whose token was never chosen runs in vain, on whatever a failed step left.
-        if self._has_state and tokens[-1] != GARBAGE:
+        tokens = self._tokens_of(row)[: row.start + len(row.token_ids)]
+        # A row behind a failed step runs in vain, on whatever that left.
+        if self._has_state and GARBAGE not in tokens:
             assert self._states[row.slot] == tokens, "a slot holds another sequence's state"
         return tokens
 

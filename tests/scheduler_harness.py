@@ -45,6 +45,7 @@ def make_kv(
     *,
     num_seqs: int,
     num_snapshots: int | None,
+    has_kv: bool = True,
     caching: bool = True,
     tiers: Tiers | None = None,
 ) -> KVCacheManager:
@@ -59,6 +60,7 @@ def make_kv(
         enable_prefix_caching=has_cache,
         tiers=tiers,
         snapshots=snapshots,
+        has_kv=has_kv or snapshots is None,
     )
 
 
@@ -143,11 +145,15 @@ class SchedulerHarness:
             has_state=has_state,
             copies=speculative is not None,
         )
+        # The cache salt of every sample, by its number.
+        self._salts: list[str | None] = []
+        self._runner.key_of = lambda seq_id: self._salts[seq_id]
 
     def add(self, request: GenerateRequest, seed: int = 0) -> None:
         """Queue a request; ``END_ID`` is the model's end."""
         ends = frozenset[int]() if request.params.ignore_eos else frozenset({END_ID})
         self.scheduler.add(request, seed=seed, end_ids=ends, weights=self.weights)
+        self._salts += [request.cache_salt] * request.params.n
         outputs: dict[int, list[int]] = {index: [] for index in range(request.params.n)}
         self.tracked[request.request_id] = Tracked(request, seed, outputs)
 

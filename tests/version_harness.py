@@ -25,7 +25,7 @@ from mlx_parallm.types.events import (
 )
 from mlx_parallm.types.pooling import OwnHead
 from mlx_parallm.types.request import DEFAULT_VERSION, GenerateRequest, WeightsVersion
-from mlx_parallm.types.step import RunnerInfo, ScheduledBatch
+from mlx_parallm.types.step import RunnerInfo, ScheduledBatch, StepOutput
 from tests.block_simulator import (
     END_ID,
     Choice,
@@ -181,6 +181,8 @@ class VersionHarness:
         block_size: int = 4,
         max_model_len: int = 48,
         has_state: bool = False,
+        has_kv: bool = True,
+        num_snapshots: int = NUM_SNAPSHOTS,
         caching: bool = True,
         runs_ahead: bool = False,
         speculative: SpeculativeConfig | None = None,
@@ -199,19 +201,23 @@ class VersionHarness:
         self._simulated = SimulatedRunner(
             num_blocks,
             block_size,
-            config.max_num_seqs + NUM_SNAPSHOTS,
+            config.max_num_seqs + num_snapshots,
             has_state=has_state,
+            has_kv=has_kv,
             copies=self._copies,
+        )
+        self._simulated.key_of = self._key_of
+        self.kv = make_kv(
+            num_blocks,
+            block_size,
+            caching=caching,
+            has_kv=has_kv,
+            num_seqs=config.max_num_seqs,
+            num_snapshots=num_snapshots if has_state else None,
         )
         self.scheduler = Scheduler(
             config,
-            make_kv(
-                num_blocks,
-                block_size,
-                caching=caching,
-                num_seqs=config.max_num_seqs,
-                num_snapshots=NUM_SNAPSHOTS if has_state else None,
-            ),
+            self.kv,
             max_model_len=max_model_len,
             has_state=has_state,
             snapshot_tokens=8,
@@ -238,6 +244,7 @@ class VersionHarness:
         self.seen = Counter[str]()
         self.ended: list[tuple[int, ...]] = []
         self.fails_next = False
+        self._keys: list[str | None] = []
         self._broken: AssertionError | None = None
         self._base = ""
         self._next_id = 0
@@ -257,10 +264,13 @@ class VersionHarness:
             self.fails_next = False
             self._simulated.corrupt(batch)
             raise DeviceError
-        output = self._simulated.run(batch)
+        output = self._run(batch)
         for row in batch.sequences:
             self._check_row(row.seq_id, row.version, self._simulated.content_of(row))
         return FakeStep(output, lambda: None)
+
+    def _run(self, batch: ScheduledBatch) -> StepOutput:
+        return self._simulated.run(batch)
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request."""
@@ -269,8 +279,12 @@ class VersionHarness:
         tracked.samples = {index: Heard() for index in range(request.params.n)}
         tracked.history.append(self._current(weights))
         self._next_id += request.params.n
+        self._keys += [request.cache_salt] * request.params.n
         self.tracked[request.request_id] = tracked
         self.engine.submit(request)
+
+    def _key_of(self, seq_id: int) -> str | None:
+        return self._keys[seq_id]
 
     def cancel(self, request_id: str) -> None:
         """End a request and hear its last events."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from random import Random
@@ -42,12 +43,16 @@ class Interleaving:
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
-        self.harness = _random_harness(self.random)
+        self.harness = self.make_harness()
         self._numbers = count()
 
-    def run(self, num_events: int = 36) -> Counter[str]:
-        """Let it happen; what was seen."""
-        events = [
+    def make_harness(self) -> VersionHarness:
+        """Return the engine to which everything happens."""
+        return _random_harness(self.random)
+
+    def events(self) -> list[tuple[Callable[[], None], float]]:
+        """Return what may happen, and how often it does."""
+        return [
             (self.step, 10),
             (self.add, 6),
             (self.load, 4),
@@ -58,7 +63,10 @@ class Interleaving:
             (self.reset, 0.5),
             (self.fail, 0.2),
         ]
-        actions, weights = zip(*events, strict=True)
+
+    def run(self, num_events: int = 36) -> Counter[str]:
+        """Let it happen; what was seen."""
+        actions, weights = zip(*self.events(), strict=True)
         for action in self.random.choices(actions, weights, k=num_events):
             action()
         self.harness.drain()
@@ -69,13 +77,17 @@ class Interleaving:
             self.harness.step()
 
     def add(self) -> None:
+        self.harness.add(self.next_request())
+
+    def next_request(self) -> GenerateRequest:
+        """Return a request of no name that is loaded, or of one."""
         adapter = self.random.choice([None, *self.harness.names])
         request = _random_request(self.random, next(self._numbers), adapter)
         if self.harness.ended and self.random.random() < 0.4:
             # It goes on from what another gave: the next turn of a conversation.
             text = self.random.choice(self.harness.ended[-3:])
             request = replace(request, prompt_ids=text[:LONGEST_PROMPT])
-        self.harness.add(request)
+        return request
 
     def load(self) -> None:
         digest = self.random.choice([*DIGESTS, BAD_DIGEST])
