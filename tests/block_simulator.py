@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -77,6 +78,8 @@ class SimulatedRunner:
         self._block_contents = [[PLAIN] * block_size for _ in range(num_blocks)]
         self._state_contents: list[set[str]] = [set() for _ in range(num_slots)]
         self._state_keys: list[set[Hashable]] = [set() for _ in range(num_slots)]
+        # Slots whose state was copied or filled since their sequence ran.
+        self._restored: set[int] = set()
         #: The cache key of a sequence, by its number.
         self.key_of: Callable[[int], Hashable] = lambda seq_id: None
         self._adapters: dict[int, str] = {}
@@ -138,13 +141,24 @@ class SimulatedRunner:
 
     def _move(self, batch: ScheduledBatch) -> tuple[tuple[bytes, bytes], ...]:
         """Read saved blocks, then fill others; return what was read."""
-        saved = tuple((content, self._bytes_of(block)) for block, content in batch.moves.saved)
+        moves = batch.moves
+        saved = [(content, self._bytes_of(block)) for block, content in moves.saved]
+        saved += [(content, self._state_bytes(slot)) for slot, content in moves.saved_states]
         assert len({block for block, _ in batch.moves.filled}) == len(batch.moves.filled)
         for block, data in batch.moves.filled:
             tokens, drafted, contents = json.loads(bytes(data))
             self._blocks[block], self._drafted[block] = tokens, drafted
             self._block_contents[block] = contents
-        return saved
+        for slot, data in moves.filled_states:
+            parts = self._states, self._state_contents, self._state_keys
+            for store, part in zip(parts, pickle.loads(data), strict=True):
+                store[slot] = part
+        self._restored.update(slot for slot, _ in moves.filled_states)
+        return tuple(saved)
+
+    def _state_bytes(self, slot: int) -> bytes:
+        parts = self._states, self._state_contents, self._state_keys
+        return pickle.dumps([store[slot] for store in parts])
 
     def _bytes_of(self, block: int) -> bytes:
         stores = (self._blocks, self._drafted, self._block_contents)
@@ -156,11 +170,11 @@ class SimulatedRunner:
                 store[target] = list(store[source])
             self._block_contents[target] = list(self._block_contents[source])
         self._copy_states(batch.state_copies)
-        if not self._has_kv:
-            restored = {target for _, target in batch.state_copies}
-            for row in batch.sequences:
-                if row.slot in restored:
-                    self._fill_blocks(row)
+        self._restored.update(target for _, target in batch.state_copies)
+        for row in batch.sequences:
+            if row.slot in self._restored and row.start and not self._has_kv:
+                self._fill_blocks(row)
+            self._restored.discard(row.slot)
 
     def _copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:
@@ -238,7 +252,8 @@ class SimulatedRunner:
         for block, _ in batch.moves.filled:
             self._blocks[block] = [GARBAGE] * self._block_size
             self._drafted[block] = [GARBAGE] * self._block_size
-        for _, slot in batch.state_copies:
+        targets = [target for _, target in batch.state_copies]
+        for slot in [*targets, *(slot for slot, _ in batch.moves.filled_states)]:
             self._states[slot] = [GARBAGE]
         for row in batch.sequences:
             self._write(row, garbage=True)

@@ -89,6 +89,7 @@ class SchedulerHarness:
         lasting: str | None = "digest",
         num_snapshots: int = 3,
         snapshot_tokens: int = 12,
+        has_kv: bool = True,
     ) -> None:
         self.speculative = speculative
         self.config = config or SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
@@ -97,7 +98,7 @@ class SchedulerHarness:
         self.block_size = block_size
         self.now_s = 0.0
         self.stores = stores
-        has_stores = bool(stores) and caching and not has_state
+        has_stores = bool(stores) and caching
         draft = None
         if speculative is not None and speculative.model is not None:
             draft = PendingContent("draft")
@@ -105,6 +106,7 @@ class SchedulerHarness:
             Tiers(
                 stores,
                 block_bytes=100,
+                state_bytes=250 if has_state else 0,
                 draft=draft,
                 min_saved=1,
                 min_fetched=1,
@@ -126,6 +128,7 @@ class SchedulerHarness:
                 tiers=self.tiers,
                 num_seqs=self.config.max_num_seqs,
                 num_snapshots=num_snapshots if has_state else None,
+                has_kv=has_kv,
             ),
             max_model_len=max_model_len,
             has_state=has_state,
@@ -143,6 +146,7 @@ class SchedulerHarness:
             block_size,
             self.config.max_num_seqs + num_snapshots,
             has_state=has_state,
+            has_kv=has_kv,
             copies=speculative is not None,
         )
         # The cache salt of every sample, by its number.

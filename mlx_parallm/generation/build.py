@@ -392,8 +392,8 @@ def _engine(
         not info.has_state or snapshots is not None
     )
     tiers = None
-    if has_prefix_cache and snapshots is None:
-        tiers = _open_tiers(loaded, identity, context, runs_ahead=info.runs_ahead)
+    if has_prefix_cache:
+        tiers = _open_tiers(loaded, identity, context, info)
     scheduler = Scheduler(
         with_token_budget(settings.scheduler, backend_name()),
         KVCacheManager(
@@ -453,14 +453,15 @@ def _engine(
 
 
 def _open_tiers(
-    loaded: _Loaded, identity: Identity, context: BuildContext, *, runs_ahead: bool
+    loaded: _Loaded, identity: Identity, context: BuildContext, info: RunnerInfo
 ) -> Tiers | None:
     return open_tiers(
         context.settings.cache,
         owner=identity.digest,
         block_bytes=loaded.kv.block_bytes,
+        state_bytes=info.state_bytes,
         num_models=len(context.settings.models),
-        runs_ahead=runs_ahead,
+        runs_ahead=info.runs_ahead,
         draft=None if loaded.draft is None else loaded.draft.seen,
     )
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 
 from mlx_parallm.generation.inputs.prompt_inputs import NO_INPUTS, PromptInputs
+from mlx_parallm.types.content import block_hash
 
 
 class BlockPool:
@@ -145,6 +147,28 @@ class BlockTable:
     def parent(self) -> bytes:
         """The hash that the next full block follows; empty if there is none."""
         return self.hashes[-1] if self.hashes else b""
+
+    def link(
+        self, token_ids: Sequence[int], start: int, stop: int, parent: bytes | None = None
+    ) -> bytes:
+        """Return the hash of a full block of tokens, ``start`` to ``stop - 1``.
+
+        It follows ``parent``, or the table's last hash.
+        """
+        key = self.inputs.block_key(start, stop)
+        return block_hash(self.parent if parent is None else parent, token_ids[start:stop], key)
+
+    def count_whole(self, num_blocks: int, block_size: int) -> int:
+        """Return how many of a prompt's first blocks, at most ``num_blocks``, may be a prefix.
+
+        It ends where rows of inputs may be cut.
+        """
+        while num_blocks:
+            num_whole = self.inputs.cut(0, num_blocks * block_size) // block_size
+            if num_whole == num_blocks:
+                break
+            num_blocks = num_whole
+        return num_blocks
 
     def append(self, blocks: list[int]) -> None:
         """Add blocks at the end."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from mlx_parallm.generation.inputs.prompt_inputs import NO_INPUTS, PromptInputs
 from mlx_parallm.generation.kv_cache.blocks import BlockPool, BlockTable
-from mlx_parallm.generation.kv_cache.fetches import Run
-from mlx_parallm.generation.kv_cache.saves import Save
+from mlx_parallm.generation.kv_cache.fetches import ChainFetch
 from mlx_parallm.generation.kv_cache.snapshots import StateSnapshots
-from mlx_parallm.generation.kv_cache.tiers import Tiers
+from mlx_parallm.generation.kv_cache.stored_chains import StoredChains
+from mlx_parallm.generation.kv_cache.tiers import ArrivedBlock, Tiers
 from mlx_parallm.types.content import block_hash, root_hash
 
 # UNFINDABLE: a table with this generation is in no generation of the prefix cache.
@@ -41,6 +41,7 @@ class KVCacheManager:
         block_size: tokens per block.
         enable_prefix_caching: whether equal prefixes share blocks.
         tiers: the stores below the pool; None if there are none.
+        stored: the prefixes in them; None if there are none.
         snapshots: of the states after prefixes; None for a model without state, or if none are
             kept.
     """
@@ -75,6 +76,11 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.tiers = tiers
         self._pool = BlockPool(num_blocks)
+        self.stored = None
+        if tiers is not None:
+            self.stored = StoredChains(
+                tiers, self._pool, block_size, snapshots=snapshots, has_kv=has_kv
+            )
         self._generation = 0
 
     @property
@@ -119,7 +125,7 @@ class KVCacheManager:
         if not (use_cache and self.enable_prefix_caching):
             return table
         matched = self._match(table, token_ids)
-        num_whole = self.count_whole(inputs, len(matched))
+        num_whole = table.count_whole(len(matched), self.block_size)
         if self.snapshots is None:
             last = list[int | None]()
         elif tail is not None and self._may_use(tail, table, token_ids):
@@ -139,7 +145,7 @@ class KVCacheManager:
         """
         matched: list[int | None] = []
         for first in range(0, len(token_ids) - self.block_size, self.block_size):
-            link = self._hash(table, token_ids, first)
+            link = table.link(token_ids, first, first + self.block_size)
             block = self._pool.find(table.root + link)
             if block is None and self._has_kv:
                 break
@@ -211,18 +217,6 @@ class KVCacheManager:
         self._pool.set_content(table.blocks[num_before], content)
         return Tail(content, num_tokens)
 
-    def count_whole(self, inputs: PromptInputs, num_blocks: int) -> int:
-        """Return how many of a prompt's first blocks, at most ``num_blocks``, may be a prefix.
-
-        It ends where rows of ``inputs`` may be cut.
-        """
-        while num_blocks:
-            num_whole = inputs.cut(0, num_blocks * self.block_size) // self.block_size
-            if num_whole == num_blocks:
-                break
-            num_blocks = num_whole
-        return num_blocks
-
     def grow(self, table: BlockTable, num_tokens: int) -> bool:
         """Make room for ``num_tokens`` tokens in all; False if the pool cannot."""
         missing = self.blocks_for(num_tokens) - len(table.blocks)
@@ -251,52 +245,39 @@ class KVCacheManager:
             return
         size = self.block_size
         for index in range(len(table.hashes), num_computed // size):
-            link = self._hash(table, token_ids, index * size)
+            link = table.link(token_ids, index * size, index * size + size)
             table.hashes.append(link)
             self._pool.set_content(table.blocks[index], table.root + link)
 
-    def _hash(
-        self, table: BlockTable, token_ids: Sequence[int], start: int, parent: bytes | None = None
-    ) -> bytes:
-        """Return the hash of a full block that begins at ``start``.
+    def continue_stored(
+        self,
+        table: BlockTable,
+        token_ids: Sequence[int],
+        fetch: ChainFetch,
+        arrived: Sequence[ArrivedBlock],
+    ) -> Sequence[ArrivedBlock]:
+        """Return what the blocks behind a table's are filled with, and its state at the end.
 
-        It follows ``parent``, or the last hash of the table.
+        With a state, the table gets the blocks before these that memory has, and holds no snapshot.
         """
-        stop = start + self.block_size
-        key = table.inputs.block_key(start, stop)
-        return block_hash(table.parent if parent is None else parent, token_ids[start:stop], key)
+        assert self.stored is not None, "no stores are read"
+        before, filling = self.stored.claim(table, token_ids, fetch, arrived)
+        if fetch.state is not None and filling:
+            if table.snapshot is not None:
+                self.take_snapshot(table)
+            self._own(table, before)
+        return filling
 
-    def find_stored(self, table: BlockTable, token_ids: Sequence[int]) -> Sequence[Run]:
-        """Return what stores have of the chain behind a table's blocks; nothing if it is short.
+    def reserve_snapshot(self) -> int | None:
+        """Return a slot for a snapshot; None if there is none to evict.
 
-        It ends as a cached prefix does, see ``new_table``.
+        Stores get what is evicted before the next step, which may write to it.
         """
-        size, first, root = self.block_size, len(table.hashes), table.lasting_root
-        starts = range(first * size, len(token_ids) - size, size)
-        tiers = self.tiers
-        if tiers is None or root is None or len(starts) < tiers.min_fetched:
-            return ()
-        contents = [self.next_content(table, token_ids)]
-        # Most prompts are new, as the first block says.
-        if not tiers.find(contents):
-            return ()
-        link = contents[0].removeprefix(root)
-        for start in starts[1:]:
-            link = self._hash(table, token_ids, start, link)
-            contents.append(root + link)
-        tiers.use([root + link for link in table.hashes])
-        runs = tiers.find(contents)
-        num_found = sum(len(run.contents) for run in runs)
-        num_whole = self.count_whole(table.inputs, first + num_found) - first
-        if num_whole < tiers.min_fetched:
-            return ()
-        return runs if num_whole == num_found else tiers.find(contents[:num_whole])
-
-    def next_content(self, table: BlockTable, token_ids: Sequence[int]) -> bytes:
-        """Return the content, in stores, of the full block that follows a table's."""
-        assert table.lasting_root is not None, "no store has such blocks"
-        start = len(table.hashes) * self.block_size
-        return table.lasting_root + self._hash(table, token_ids, start)
+        assert self.snapshots is not None, "no snapshots are kept"
+        slot = self.snapshots.reserve()
+        if slot is not None and self.tiers is not None:
+            self.tiers.saves.leave([slot], are_states=True)
+        return slot
 
     def filled_block(self, table: BlockTable, num_tokens: int, *, is_drafted: bool) -> int:
         """Return the block of the last of ``num_tokens`` tokens, which is filled before a step.
@@ -357,8 +338,8 @@ class KVCacheManager:
 
         ``is_saved``: stores get what they lack of them.
         """
-        if is_saved and self.tiers is not None and table.lasting_root is not None:
-            self._queue_saves(table, table.lasting_root, self.tiers)
+        if is_saved and self.stored is not None:
+            self.stored.queue(table)
         for block in reversed(table.blocks):
             self._pool.release(block)
         if table.snapshot is not None:
@@ -375,22 +356,6 @@ class KVCacheManager:
         assert self.snapshots is not None
         self.snapshots.release(slot)
         return slot
-
-    def _queue_saves(self, table: BlockTable, root: bytes, tiers: Tiers) -> None:
-        """Have stores get what they lack of a table's cached blocks, if it is worth it."""
-        if len(table.hashes) < tiers.min_saved:
-            return
-        contents = [root + link for link in table.hashes]
-        tiers.use(contents)
-        parent = b""
-        for link, content in zip(table.hashes, contents, strict=True):
-            if tiers.lacks(content):
-                block = self._pool.find(table.root + link)
-                if block is None:
-                    return
-                is_drafted = block in self._pool.drafted
-                tiers.saves.add(Save(block, content, parent, is_drafted=is_drafted))
-            parent = content
 
     @contextmanager
     def borrowed_block(self) -> Generator[int | None]:

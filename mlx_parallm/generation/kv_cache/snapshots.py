@@ -62,6 +62,10 @@ class StateSnapshots:
         self._forgotten: set[int] = set()
         self._num_captured = self._num_evicted = 0
 
+    def find(self, content: bytes) -> int | None:
+        """Return the slot of the snapshot after the prefix that ends with this block."""
+        return self._by_content.get(content)
+
     def has(self, content: bytes) -> bool:
         """Return True if there is a snapshot after the prefix that ends with this block."""
         return content in self._by_content

@@ -6,12 +6,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mlx_parallm.generation.kv_cache.fetches import ChainFetch, FetchQueue, Run
 from mlx_parallm.generation.kv_cache.saves import SaveQueue
 from mlx_parallm.generation.kv_cache.stores import BlockStore, StoredBlock, StoreStats
 from mlx_parallm.types.content import Buffer, PendingContent, digest_of
+from mlx_parallm.types.step import Moves
 
 #: ``MIN_SAVED_BLOCKS``: a shorter chain is computed again soon enough, and saved once it has grown.
 MIN_SAVED_BLOCKS = 16
@@ -70,12 +71,14 @@ class ArrivedBlock:
         is_drafted: True if a draft model's KV is among them.
         tier: the store's name.
         is_state: True for a state.
+        prefix: the content, in memory, of the block before a state.
     """
 
     data: Buffer
     is_drafted: bool
     tier: str
     is_state: bool = False
+    prefix: bytes = b""
 
 
 class Tiers:
@@ -215,9 +218,24 @@ class Tiers:
         blocks = [ArrivedBlock(data[:-1], data[-1:] == DRAFTED, tier) for data, tier in arrived]
         return blocks + state
 
-    def count_hit(self, tier: str) -> None:
-        """Count a block of a prompt that a sequence was given."""
-        self._hit_blocks[tier] += 1
+    def count_hit(self, tier: str, num_blocks: int = 1) -> None:
+        """Count blocks of a prompt that a sequence need not compute."""
+        self._hit_blocks[tier] += num_blocks
+
+    def add_saves(self, moves: Moves, num_computed: int = 0, *, is_alone: bool = False) -> Moves:
+        """Return the moves of the next step with what is saved: what leaves, others as room allows.
+
+        Saves keep up with prefill: a step saves as many blocks as it computes, ``num_computed``, or
+        a piece. ``is_alone``: it computes nothing. Stores that are given more than they have room
+        for would lose the end of a chain.
+        """
+        if not self.saves:
+            return moves
+        piece = self.alone_piece if is_alone else max(self.piece, num_computed)
+        pairs: dict[bool, list[tuple[int, bytes]]] = {False: [], True: []}
+        for save in self.saves.take(piece, self.room):
+            pairs[save.is_state].append((save.place, save.content))
+        return replace(moves, saved=tuple(pairs[False]), saved_states=tuple(pairs[True]))
 
     def clear(self) -> None:
         """Forget all, with what is being read of it and what was to be saved."""

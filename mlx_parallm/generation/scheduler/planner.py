@@ -77,7 +77,9 @@ class Planner:
         self._speculator = speculator
         self._snapshotter = snapshotter
         self._shares = ClientShares(waiting, running)
-        self._restorer = None if kv.tiers is None else Restorer(kv, kv.tiers, running)
+        self._restorer = None
+        if kv.tiers is not None:
+            self._restorer = Restorer(kv, kv.tiers, running, snapshotter)
         self._max_model_len = max_model_len
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -439,9 +441,10 @@ class Planner:
     def _count_prefix(self, sequence: Sequence, *, use_cache: bool) -> None:
         if use_cache and self._kv.enable_prefix_caching and not sequence.output_ids:
             self.prefix_queries += len(sequence.token_ids)
-            self.prefix_hits += sequence.num_computed
+            self.prefix_hits += sequence.blocks.num_cached
         if sequence.group.num_cached_tokens is None:
-            num_stored = len(sequence.arrived) * self._kv.block_size
+            num_filled = sum(not each.is_state for each in sequence.arrived)
+            num_stored = num_filled * self._kv.block_size
             sequence.group.num_cached_tokens = sequence.num_computed + num_stored
 
     def _fork_followers(self, leader: Sequence, plan: StepPlan) -> None:

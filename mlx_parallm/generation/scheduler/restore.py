@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 
 from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.kv_cache.fetches import ChainFetch
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.kv_cache.stored_chains import StoredChain
 from mlx_parallm.generation.kv_cache.tiers import ArrivedBlock, Tiers
 from mlx_parallm.generation.scheduler.running import RunningSet
 from mlx_parallm.generation.scheduler.sequence import Sequence
+from mlx_parallm.generation.scheduler.snapshotting import Snapshotter
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
 
 #: Gives a running sequence blocks for its next tokens; False if it was preempted for lack of them.
@@ -46,17 +48,25 @@ class Followed:
 
 
 class Restorer:
-    """Gives sequences the blocks that stores have of their prompts.
+    """Gives sequences the blocks and states that stores have of their prompts.
 
     No block is allocated, and no token counts as computed, before the bytes are in host memory and
-    verified. What could not be read is computed.
+    verified. What could not be read is computed. A state is filled behind all blocks before it; the
+    sequence does not run before.
     """
 
-    def __init__(self, kv: KVCacheManager, tiers: Tiers, running: RunningSet) -> None:
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        tiers: Tiers,
+        running: RunningSet,
+        snapshotter: Snapshotter,
+    ) -> None:
         self._kv = kv
         self._tiers = tiers
         self._running = running
-        # By the first content of their chains.
+        self._snapshotter = snapshotter
+        # By the contents of their states, or the first ones of their chains.
         self._followed: dict[bytes, Followed] = {}
 
     @property
@@ -72,63 +82,57 @@ class Restorer:
         if sequence.fetch is not None:
             return False
         sequence.arrivals.clear()
-        runs = self._kv.find_stored(table, known)
-        if not runs:
+        assert self._kv.stored is not None, "stores are read"
+        chain = self._kv.stored.find(table, known)
+        if chain is None:
             return False
-        contents = [content for run in runs for content in run.contents]
-        if (followed := self._find_followed(contents)) is not None:
+        if (followed := self._find_followed(chain)) is not None:
             sequence.arrivals.append(followed)
             return True
-        fetch = self._tiers.fetches.add(runs, len(contents) * self._kv.block_size)
+        fetch = self._tiers.fetches.add(chain.runs, chain.num_tokens, chain.state)
         if fetch is None:
             return False
         sequence.fetch = fetch
         sequence.arrivals.append(fetch)
-        self._followed[contents[0]] = Followed(sequence, fetch, len(table.hashes), self._kv)
+        self._followed[chain.key] = Followed(sequence, fetch, len(table.hashes), self._kv)
         return sequence.is_blocked
 
-    def _find_followed(self, contents: list[bytes]) -> Followed | None:
-        """Return who reads a chain of which at least half are the leading ones of these blocks.
+    def _find_followed(self, chain: StoredChain) -> Followed | None:
+        """Return who reads a chain of which at least half are the leading blocks of this one.
 
-        Several that begin with one text read it once, and share its blocks.
+        Several that begin with one text read it once, and share its blocks. With a state it must be
+        that of the same prefix.
         """
         awaited = {key: each for key, each in self._followed.items() if each.is_awaited(0)}
         self._followed = awaited
-        followed = awaited.get(contents[0])
-        if followed is None:
-            return None
-        pairs = zip(contents, followed.fetch.contents, strict=False)
+        followed = awaited.get(chain.key)
+        if followed is None or chain.state is not None:
+            return followed
+        pairs = zip(chain.contents, followed.fetch.contents, strict=False)
         num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return followed if 2 * num_common >= followed.fetch.num_blocks else None
 
     def take(self, sequence: Sequence, known: list[int]) -> None:
-        """Have blocks of a sequence that has started filled with what was read for it.
-
-        Others may have computed some of them meanwhile, or have evicted what they follow. Then, as
-        after a change of the weights, what was read is of no use.
-        """
-        if sequence.fetch is None:
+        """Have blocks of a sequence that has started filled with what was read for it."""
+        fetch, table = sequence.fetch, sequence.blocks
+        if fetch is None:
             return
-        sequence.arrived.extend(self._useful(sequence.fetch, sequence.blocks, known))
-        # Only prompts count: looking up a sequence that was preempted is no query either.
-        for block in sequence.arrived if not sequence.output_ids else ():
-            self._tiers.count_hit(block.tier)
-        if not sequence.arrived:
-            self._running.end_fetch(sequence)
-
-    def _useful(self, fetch: ChainFetch, table: BlockTable, known: list[int]) -> list[ArrivedBlock]:
-        """Return what was read of the blocks that follow a table's, as far as it may be used."""
-        contents, arrived = fetch.contents, self._tiers.take(fetch)
         num_had = len(table.blocks)
-        most = (len(known) - 1) // self._kv.block_size - num_had
-        if most <= 0 or table.lasting_root is None:
-            return []
-        content = self._kv.next_content(table, known)
-        if content not in contents:
-            return []
-        following = arrived[contents.index(content) :][:most]
-        num_whole = self._kv.count_whole(table.inputs, num_had + len(following))
-        return following[: num_whole - num_had]
+        arrived = self._kv.continue_stored(table, known, fetch, self._tiers.take(fetch))
+        if not arrived:
+            self._running.end_fetch(sequence)
+            return
+        sequence.arrived.extend(arrived)
+        num_shared = len(table.blocks) - num_had
+        sequence.num_computed += num_shared * self._kv.block_size
+        # Only prompts count: looking up a sequence that was preempted is no query either.
+        if not sequence.output_ids:
+            self._count_hits(arrived, num_shared)
+
+    def _count_hits(self, arrived: Iterable[ArrivedBlock], num_shared: int) -> None:
+        """Count the blocks that a sequence is given; those of memory need the state of a store."""
+        for block in arrived:
+            self._tiers.count_hit(block.tier, num_shared if block.is_state else 1)
 
     def fill(self, plan: StepPlan, make_room: MakeRoom) -> None:
         """Plan to fill blocks of running sequences; their tokens count as computed then.
@@ -144,9 +148,14 @@ class Restorer:
         limit = self._tiers.piece if has_streams else self._tiers.alone_piece
         for sequence in filling:
             while sequence.arrived and len(plan.filled) < limit:
-                if not make_room(sequence, self._kv.block_size, plan):
+                if sequence.arrived[0].is_state:
+                    if plan.filled_states and has_streams:
+                        break
+                    self._fill_state(sequence, plan)
+                elif make_room(sequence, self._kv.block_size, plan):
+                    self._fill_next(sequence, plan)
+                else:
                     break
-                self._fill_next(sequence, plan)
             if sequence.slot is not None and not sequence.arrived:
                 sequence.num_drafted = self._kv.count_drafted(sequence.blocks)
                 self._running.end_fetch(sequence)
@@ -158,4 +167,11 @@ class Restorer:
             sequence.blocks, sequence.num_computed, is_drafted=arrived.is_drafted
         )
         plan.filled[block] = arrived.data
+        plan.filling.add(sequence)
+
+    def _fill_state(self, sequence: Sequence, plan: StepPlan) -> None:
+        arrived = sequence.arrived.popleft()
+        assert sequence.slot is not None, "only a running sequence has a state"
+        self._snapshotter.keep_filled(sequence, arrived.prefix)
+        plan.filled_states[sequence.slot] = arrived.data
         plan.filling.add(sequence)

@@ -25,6 +25,7 @@ from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.types.events import FinishReason
 from mlx_parallm.types.request import GenerateRequest, PolicyWeights
 from mlx_parallm.types.step import (
+    NO_MOVES,
     Moves,
     SampledToken,
     ScheduledBatch,
@@ -189,27 +190,13 @@ class Scheduler:
 
     def schedule_saves(self) -> ScheduledBatch | None:
         """Return a batch that only saves blocks for stores; None if none may be saved now."""
-        saved = self._take_saves(is_alone=True)
-        if not saved:
+        tiers = self._kv.tiers
+        moves = NO_MOVES if tiers is None else tiers.add_saves(NO_MOVES, is_alone=True)
+        if not moves:
             return None
         step_id = next(self._steps)
         self._in_flight[step_id] = {}
-        return ScheduledBatch(step_id=step_id, sequences=(), moves=Moves(saved=saved))
-
-    def _take_saves(
-        self, num_computed: int = 0, *, is_alone: bool = False
-    ) -> tuple[tuple[int, bytes], ...]:
-        """Return blocks to be saved before the next step: those that leave, others as room allows.
-
-        Saves keep up with prefill: a step saves as many blocks as it computes, ``num_computed``, or
-        a piece. ``is_alone``: it computes nothing. Stores that are given more than they have room
-        for would lose the end of a chain.
-        """
-        tiers = self._kv.tiers
-        if tiers is None or not tiers.saves:
-            return ()
-        piece = tiers.alone_piece if is_alone else max(tiers.piece, num_computed)
-        return tuple((save.place, save.content) for save in tiers.saves.take(piece, tiers.room))
+        return ScheduledBatch(step_id=step_id, sequences=(), moves=moves)
 
     def borrowed_block(self) -> AbstractContextManager[int | None]:
         """Return a context that holds a KV block; see ``KVCacheManager.borrowed_block``."""
@@ -268,7 +255,7 @@ class Scheduler:
         the token budget. When blocks run out the worst sequence is preempted, never a better one.
         """
         plan = self._planner.plan()
-        if not plan.num_tokens and not plan.filled:
+        if not (plan.num_tokens or plan.filled or plan.filled_states):
             return self.schedule_saves()
         for sequence in plan.num_tokens:
             if not sequence.group.has_started:
@@ -315,11 +302,14 @@ class Scheduler:
 
     def _moves(self, plan: StepPlan) -> Moves:
         """Return what is moved and computed before a step."""
-        saved = self._take_saves(sum(plan.num_tokens.values()) // self._kv.block_size)
         moves = self._running.input_runs.take_moves()
-        if not (saved or plan.filled):
-            return moves
-        return replace(moves, saved=saved, filled=tuple(plan.filled.items()))
+        if plan.filled or plan.filled_states:
+            filled, states = tuple(plan.filled.items()), tuple(plan.filled_states.items())
+            moves = replace(moves, filled=filled, filled_states=states)
+        if self._kv.tiers is not None:
+            num_computed = sum(plan.num_tokens.values()) // self._kv.block_size
+            moves = self._kv.tiers.add_saves(moves, num_computed)
+        return moves
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceUpdate]:
         """Apply a step's output; free the samples that ended."""
@@ -330,6 +320,8 @@ class Scheduler:
         if self._kv.tiers is not None:
             for content, data in output.saved:
                 self._kv.tiers.put(content, data)
+        # A sample that ends saves its snapshots, so they are found before.
+        bad = self._snapshotter.end(batch.step_id, output.bad_slots)
         updates: list[SequenceUpdate] = []
         for row in batch.sequences:
             sequence, begun = self._live.by_id.get(row.seq_id), rows[row.seq_id]
@@ -345,7 +337,6 @@ class Scheduler:
                 begun.group.add_prompt_logprobs(at, entries, begun.content)
             if sequence is not None:
                 updates += self._advance(sequence, row, begun, tokens.get(row.seq_id, []))
-        bad = self._snapshotter.end(batch.step_id, output.bad_slots)
         return updates + [each for group in bad for each in self._fail_group(group, BAD_STATE)]
 
     def fail(self, batch: ScheduledBatch, message: str) -> list[SequenceUpdate]:
@@ -366,7 +357,7 @@ class Scheduler:
         updates = [update for group in groups for update in self._fail_group(group, message)]
         self._running.input_runs.forget(batch.moves)
         if self._kv.tiers is not None:
-            for _, content in batch.moves.saved:
+            for _, content in batch.moves.saved + batch.moves.saved_states:
                 self._kv.tiers.saves.fail(content)
         return updates
 

@@ -137,7 +137,7 @@ class Snapshotter:
     ) -> Capture | None:
         assert self._snapshots is not None
         assert sequence.slot is not None
-        target = self._snapshots.reserve()
+        target = self._kv.reserve_snapshot()
         if target is None:
             return None
         sequence.num_kept = num_tokens
@@ -145,6 +145,21 @@ class Snapshotter:
         capture = Capture(sequence, table, num_tokens, slot, target, self._latest_step, is_passing)
         self._due.append(capture)
         return capture
+
+    def keep_filled(self, sequence: Sequence, content: bytes) -> None:
+        """Keep the state that a sequence's slot is filled with before the next step.
+
+        What is still to be copied from the slot is given up: slots are filled before copies.
+        """
+        assert self._snapshots is not None, "a state is filled"
+        for capture in [each for each in self._due if each.source == sequence.slot]:
+            self._due.remove(capture)
+            self._snapshots.cancel(capture.target)
+        sequence.num_kept = sequence.num_computed
+        if self._kv.is_current(sequence.blocks) and not self._snapshots.has(content):
+            capture = self._capture(sequence, sequence.num_computed)
+            if capture is not None:
+                capture.content = content
 
     def leave(self, sequence: Sequence) -> Tail | None:
         """Keep the state with which a sequence is preempted.

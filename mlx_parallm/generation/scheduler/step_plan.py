@@ -27,6 +27,7 @@ class StepPlan:
         block_copies: ``(source, target)`` blocks to copy for forked sequences before the step.
         state_copies: ``(source, target)`` slots whose state to copy for them.
         filled: blocks to be filled before the step, and their bytes.
+        filled_states: slots to be given a state before the step, and its bytes.
         filling: the sequences that they are for.
     """
 
@@ -44,6 +45,7 @@ class StepPlan:
         self.block_copies: dict[Sequence, tuple[int, int]] = {}
         self.state_copies: dict[Sequence, tuple[int, int]] = {}
         self.filled: dict[int, Buffer] = {}
+        self.filled_states: dict[int, Buffer] = {}
         self.filling: set[Sequence] = set()
 
     @property
@@ -81,8 +83,8 @@ class StepPlan:
     def drop(self, sequence: Sequence) -> None:
         """Take a preempted sequence out of the plan.
 
-        Copies from its blocks stay, and so do bytes that fill them: both happen before the blocks'
-        next owner writes to them.
+        Copies from its blocks stay, and so do bytes that fill them or its slot: all that happens
+        before the next owner writes to them.
         """
         self.filling.discard(sequence)
         self.has_preempted = True

@@ -256,8 +256,9 @@ class Pool:
     def find(self, num_tokens: int) -> int:
         """Return how many blocks of a new sequence's prompt the store has."""
         table = self.kv.new_table([], b"", use_cache=False, lasting_salt=b"lasting")
-        runs = self.kv.find_stored(table, TOKENS[:num_tokens])
-        return sum(len(run.contents) for run in runs)
+        assert self.kv.stored is not None
+        chain = self.kv.stored.find(table, TOKENS[:num_tokens])
+        return 0 if chain is None else len(chain.contents)
 
 
 def test_short_chains_are_neither_saved_nor_read() -> None:
@@ -284,9 +285,12 @@ def test_a_chain_is_used_from_its_beginning() -> None:
     pool.store.used.clear()
     table = pool.kv.new_table(TOKENS[: 2 * SIZE + 1], b"", use_cache=True, lasting_salt=b"lasting")
     assert len(table.blocks) == 2
-    (run,) = pool.kv.find_stored(table, TOKENS)
+    assert pool.kv.stored is not None
+    stored = pool.kv.stored.find(table, TOKENS)
     chain = [block.content for block in pool.store.puts]
-    assert run.contents == chain[2:]
+    assert stored is not None
+    assert stored.contents == chain[2:]
+    assert stored.num_tokens == 2 * SIZE
     assert pool.store.used == [chain[:2]]
     pool.kv.free(table)
 
@@ -347,7 +351,8 @@ def test_blocks_without_a_lasting_content_stay_in_the_pool() -> None:
     table = pool.kv.new_table(TOKENS, b"", use_cache=True)
     assert pool.kv.grow(table, 20)
     pool.kv.commit(table, TOKENS, 20)
-    assert pool.kv.find_stored(table, TOKENS) == ()
+    assert pool.kv.stored is not None
+    assert pool.kv.stored.find(table, TOKENS) is None
     pool.kv.free(table)
     assert len(pool.tiers.saves) == 0
 
