@@ -20,6 +20,7 @@ processor time of the server until the first token stands beside them.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -41,9 +42,16 @@ from benchmarks.hybrid_chat import (
     ratio,
     used_ratio,
 )
-from benchmarks.hybrid_load import chats_part, decode_part, speculation_part
+from benchmarks.hybrid_load import HERE, chats_part, decode_part, speculation_part
 from benchmarks.make_hybrid import make_hybrid
-from benchmarks.servers import Server, ServerError, mlx_lm_server, mlx_parallm_server
+from benchmarks.servers import (
+    Server,
+    ServerError,
+    mlx_lm_server,
+    mlx_parallm_server,
+    mlx_vlm_server,
+)
+from mlx_parallm.peers import child_process
 
 # MOST_CACHED, MOST_KILLED: time to the first token of a later turn over that of a cold one.
 MOST_CACHED, MOST_KILLED = 0.15, 0.2
@@ -121,7 +129,7 @@ def turns_part(args: Namespace) -> Measured:
         Check("first turn: TTFT over cold", ratio(firsts["own"], firsts[COLD])),
         *_against_cold("later turns", own, cold, MOST_CACHED),
     ]
-    for name in servers.keys() - {"own", COLD}:
+    for name in [each for each in servers if each not in ("own", COLD)]:
         checks += [
             Check(f"{name}: first turn: TTFT, ms", median_ms(firsts[name])),
             Check(f"{name}: later turns: TTFT, ms", median_ms(later[name])),
@@ -171,7 +179,15 @@ def kill_part(args: Namespace) -> Measured:
 
 
 def _mlx_vlm(stack: ExitStack, model: Path, python: Path) -> dict[str, Server]:
-    raise NotImplementedError
+    """Return mlx-vlm's server with its prefix cache, of the same model with a vision tower."""
+    folder = model.resolve().with_name(f"{model.name}_vlm")
+    make = ["benchmarks.make_hybrid_vlm", str(model), str(folder)]
+    env = {"PYTHONPATH": str(HERE)}
+    python = python.absolute()
+    child_process.run(make, python=str(python), env=os.environ | env).check_returncode()
+    settings = env | {"APC_ENABLED": "1", "APC_DISK_ENABLED": "0"}
+    server = stack.enter_context(mlx_vlm_server(folder, python=python, env=settings))
+    return {server.name: server}
 
 
 def _chat(chats: Chats, seed: str, args: Namespace) -> Chat:

@@ -72,10 +72,23 @@ def mlx_lm_server(model: Path, options: Sequence[str] = ()) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def mlx_vlm_server(model: Path, options: Sequence[str] = ()) -> Iterator[Server]:
-    """Run ``mlx_vlm.server``, which its users install themselves."""
+def mlx_vlm_server(
+    model: Path,
+    options: Sequence[str] = (),
+    *,
+    python: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """Run ``mlx_vlm.server``, which its users install themselves.
+
+    Args:
+        model: its folder.
+        options: more flags.
+        python: an interpreter that has it; None is this process's.
+        env: more variables of its environment.
+    """
     command = [*WITH_OPENBLAS, "mlx_vlm.server", "--model", str(model), *options]
-    with running_server("mlx_vlm.server", command, str(model)) as server:
+    with running_server("mlx_vlm.server", command, str(model), python, env) as server:
         yield server
 
 
@@ -98,17 +111,27 @@ def server_of_models(models: Mapping[str, Path], options: Sequence[str] = ()) ->
 
 
 @contextlib.contextmanager
-def running_server(name: str, target: list[str], model: str | None) -> Iterator[Server]:
-    """Run a module with arguments, ``--host`` and ``--port`` after them, once it is healthy."""
+def running_server(
+    name: str,
+    target: list[str],
+    model: str | None,
+    python: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """Run a module with arguments, ``--host`` and ``--port`` after them, once it is healthy.
+
+    ``python`` and ``env`` are its interpreter and more variables, if they are not those of others.
+    """
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         log = Path(folder) / "log.txt"
         with log.open("wb") as output:
             process = ChildProcess(
                 [*target, "--host", "127.0.0.1", "--port", str(port)],
+                python=None if python is None else str(python),
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=server_environment(),
+                env=server_environment() | dict(env or {}),
                 # With a session of its own the client would wait for busy engines: Linux divides
                 # the processor between sessions first (sched_autogroup).
                 process_group=0,
