@@ -43,7 +43,8 @@ from mlx_parallm.types.events import (
 )
 from mlx_parallm.types.pooling import PoolRequest
 from mlx_parallm.types.request import GenerateRequest
-from mlx_parallm.types.step import RunnerInfo, TokenLogprob
+from mlx_parallm.types.step import TokenLogprob
+from mlx_parallm.types.work import StateCache
 from tests.api_app import make_app
 from tests.fake_control import FakeControl
 from tests.fakes import EOS, ByteTokenizer, make_info
@@ -154,7 +155,7 @@ class FakeEngine:
     """Implements ``EngineClient``; tests set what comes next and see what was asked."""
 
     def __init__(
-        self, tokenizer: ByteTokenizer | None = None, *, info: RunnerInfo | None = None
+        self, tokenizer: ByteTokenizer | None = None, *, state_cache: StateCache | None = None
     ) -> None:
         self.script: Script = write("hello")
         self.refusal: ParallmError | None = None
@@ -176,7 +177,8 @@ class FakeEngine:
             root="/models/fake",
             created=1,
             tokenizer=tokenizer or ByteTokenizer(),
-            info=info or make_info(),
+            info=make_info(),
+            state_cache=state_cache,
             tool_format=HERMES,
             reasoning_format=THINK,
         )

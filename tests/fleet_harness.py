@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from typing_extensions import override
+
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.engine.commands import Abort, Call, EngineCommand, Stop, Submit
 from mlx_parallm.engine.engine_commands import (
@@ -39,7 +41,7 @@ from mlx_parallm.types.errors import (
 )
 from mlx_parallm.types.events import FinishReason, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
-from mlx_parallm.types.work import Event, Request
+from mlx_parallm.types.work import Event, Request, StateCache
 from tests.version_harness import MAX_RANK, FakeStore
 
 #: Adapters that an engine keeps.
@@ -70,6 +72,12 @@ class FakeModel(ServedModel):
     root: str = "m"
     created: int = 0
     traits = KindTraits(name="fake")
+    state_cache = StateCache(num_states=4, interval=1024)
+
+    @property
+    @override
+    def cache_tokens(self) -> int:
+        return 4096
 
     @property
     def memory(self) -> ModelMemory:

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from mlx_parallm.engine.parallel.router import Router
-from mlx_parallm.types.work import Ends, RequestWork
+from mlx_parallm.types.work import Ends, RequestWork, StateCache
 
 # BLOCK: tokens of a block of the simulated prefix cache.
 BLOCK = 16
+# MODEL: the name of the model.
+MODEL = "model"
 MAX_STEPS = 200_000
 
 
@@ -26,6 +28,7 @@ class SimRequest:
         client: whose it is.
         on_end: called when it has ended, with the step.
         divides: False if one engine must have all of it.
+        turn_start: see ``RequestWork``.
         arrived_at: the step in which it came.
         cached: tokens of the prompt that were not computed; negative if engines that share it
             computed more than one prompt.
@@ -38,6 +41,7 @@ class SimRequest:
     client: str = ""
     on_end: Callable[[int], None] = lambda _step: None
     divides: bool = True
+    turn_start: int | None = None
     arrived_at: int = 0
     cached: int = 0
     ended_at: int | None = None
@@ -51,6 +55,8 @@ class SimRequest:
             max_output=None,
             client=self.client,
             prefix=self.prompt,
+            turn_start=self.turn_start,
+            model=MODEL,
             is_divisible=self.divides and len(self.outputs) > 1,
         )
 
@@ -64,9 +70,16 @@ class _Running:
 
 
 class SimEngine:
-    """One engine: at most so many samples and rows a step, and blocks of which the oldest go."""
+    """One engine: at most so many samples and rows a step, and blocks of which the oldest go.
 
-    def __init__(self, *, max_num_seqs: int, rows: int, num_blocks: int) -> None:
+    With ``num_states`` its model has a state, of which it keeps so many after prefixes.
+    """
+
+    def __init__(
+        self, *, max_num_seqs: int, rows: int, num_blocks: int, num_states: int | None = None
+    ) -> None:
+        self._num_states = num_states
+        self._states: OrderedDict[tuple[int, ...], None] = OrderedDict()
         self._max_num_seqs = max_num_seqs
         self._rows = rows
         self._num_blocks = num_blocks
@@ -156,6 +169,7 @@ class SimEngine:
             if not running.left:
                 running.is_computed = True
                 self._keep(running.request.prompt)
+                self._keep_states(running.request)
                 events.append((running.request.name, 0, Ends.NOTHING))
         return events
 
@@ -190,7 +204,13 @@ class SimEngine:
         while (end := (count + 1) * BLOCK) <= len(prompt) and prompt[:end] in self._blocks:
             self._blocks.move_to_end(prompt[:end])
             count += 1
-        return count * BLOCK
+        if self._num_states is None:
+            return count * BLOCK
+        ends = range(count * BLOCK, 0, -BLOCK)
+        end = next((end for end in ends if prompt[:end] in self._states), 0)
+        if end:
+            self._states.move_to_end(prompt[:end])
+        return end
 
     def _keep(self, prompt: tuple[int, ...]) -> None:
         for end in range(len(prompt) // BLOCK * BLOCK, 0, -BLOCK):
@@ -198,6 +218,14 @@ class SimEngine:
             self._blocks.move_to_end(prompt[:end])
         while len(self._blocks) > self._num_blocks:
             self._blocks.popitem(last=False)
+
+    def _keep_states(self, request: SimRequest) -> None:
+        for end in (request.turn_start or 0, len(request.prompt) - 1):
+            if prefix := request.prompt[: end // BLOCK * BLOCK]:
+                self._states[prefix] = None
+                self._states.move_to_end(prefix)
+        while len(self._states) > (self._num_states or 0):
+            self._states.popitem(last=False)
 
 
 def _blocks(prompt: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -216,16 +244,27 @@ class SimFleet:
     """
 
     def __init__(
-        self, num_engines: int, *, num_blocks: int, max_num_seqs: int = 32, rows: int = 256
+        self,
+        num_engines: int,
+        *,
+        num_blocks: int,
+        max_num_seqs: int = 32,
+        rows: int = 256,
+        num_states: int | None = None,
     ) -> None:
-        """``num_blocks``, ``max_num_seqs`` and ``rows`` are of each engine."""
+        """``num_blocks``, ``max_num_seqs``, ``rows`` and ``num_states`` are of each engine."""
         self.engines = [
-            SimEngine(max_num_seqs=max_num_seqs, rows=rows, num_blocks=num_blocks)
+            SimEngine(
+                max_num_seqs=max_num_seqs, rows=rows, num_blocks=num_blocks, num_states=num_states
+            )
             for _ in range(num_engines)
         ]
         self.router = Router(
             num_engines, max_num_seqs=max_num_seqs, cache_tokens=num_blocks * BLOCK
         )
+        if num_states is not None:
+            states = StateCache(num_states=num_states, interval=MAX_STEPS)
+            self.router.set_cache(num_blocks * BLOCK, {MODEL: states})
         self.requests: dict[str, SimRequest] = {}
         self.idle_steps = 0
         self.moves = 0
@@ -245,7 +284,14 @@ class SimFleet:
         for share in shares:
             name = f"{request.name}/{share.first}"
             outputs = request.outputs[share.first : share.first + share.count]
-            part = SimRequest(name, request.prompt, outputs, request.client, divides=False)
+            part = SimRequest(
+                name,
+                request.prompt,
+                outputs,
+                request.client,
+                divides=False,
+                turn_start=request.turn_start,
+            )
             self._parts[name], self._wholes[name] = part, request
             self.router.put(name, part.work, share.rank)
             self.engines[share.rank].submit(part)
@@ -325,7 +371,14 @@ def one_big(fleet: SimFleet, num_blocks: int, max_num_seqs: int, rows: int) -> S
     )
 
 
-def chats(fleet: SimFleet, num_chats: int, num_turns: int, *, turn_tokens: int = 96) -> None:
+def chats(
+    fleet: SimFleet,
+    num_chats: int,
+    num_turns: int,
+    *,
+    turn_tokens: int = 96,
+    system: tuple[int, ...] = (),
+) -> None:
     """Submit conversations: each turn's prompt has all before it, and comes when that has ended."""
 
     def next_turn(chat: int, turn: int, history: Sequence[int]) -> None:
@@ -335,7 +388,15 @@ def chats(fleet: SimFleet, num_chats: int, num_turns: int, *, turn_tokens: int =
             if turn + 1 < num_turns:
                 next_turn(chat, turn + 1, prompt)
 
-        fleet.submit(SimRequest(f"{chat}-{turn}", prompt, on_end=on_end, client=f"chat {chat}"))
+        fleet.submit(
+            SimRequest(
+                f"{chat}-{turn}",
+                prompt,
+                on_end=on_end,
+                client=f"chat {chat}",
+                turn_start=len(history),
+            )
+        )
 
     for chat in range(num_chats):
-        next_turn(chat, 0, ())
+        next_turn(chat, 0, system)

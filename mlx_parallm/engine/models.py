@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from mlx_parallm.engine.answer_reader import AnswerReader
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.turns import TurnTaker
-from mlx_parallm.types.work import Event, EventReader
+from mlx_parallm.types.work import Event, EventReader, StateCache
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.live_weights import LiveWeights
@@ -219,6 +219,8 @@ class ServedModel(Protocol):
         parent: the first name of an adapter's model; None for a model.
         info: a dataclass of what was found out about the model when it was loaded; None if it
             reads no tokens.
+        state_cache: the states after prefixes that each engine keeps; None if prefixes are found
+            without one.
     """
 
     names: tuple[str, ...]
@@ -227,6 +229,7 @@ class ServedModel(Protocol):
     traits: KindTraits
     parent: str | None = None
     info: Any = None
+    state_cache: StateCache | None = None
 
     @property
     def memory(self) -> ModelMemory:

@@ -49,6 +49,7 @@ from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.request import BaseWeights
 from mlx_parallm.types.step import KVPlan, RunnerInfo
+from mlx_parallm.types.work import StateCache
 from mlx_parallm.units import readable_bytes
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.device.ranks import Ranks
@@ -311,6 +312,7 @@ def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltMo
         grammars=grammars,
         revision=folder_revision(loaded.folder.path),
         images=_images(loaded, runner.info),
+        state_cache=_state_cache(loaded, share, runner.info, context.settings),
     )
     identity = _identity(loaded, plan, context.worker.ranks)
     return BuiltModel(config, model, _engine(loaded, share, runner, grammars, identity, context))
@@ -353,6 +355,19 @@ def _images(loaded: _Loaded, info: RunnerInfo) -> ImageForm | None:
     except (KeyError, ValueError) as problem:
         logger.warning("%s takes no images: %s", loaded.name, problem)
         return None
+
+
+def _state_cache(
+    loaded: _Loaded, share: KVShare, info: RunnerInfo, settings: EngineConfig
+) -> StateCache | None:
+    """Return how many states after prefixes are kept, and where; None without a state."""
+    if not info.has_state:
+        return None
+    return StateCache(
+        num_states=share.num_snapshots if info.state_bytes else 0,
+        interval=settings.cache.state_snapshot_tokens,
+        needs_blocks=loaded.kv.has_kv,
+    )
 
 
 def _snapshots(

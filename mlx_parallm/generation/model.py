@@ -24,6 +24,7 @@ from mlx_parallm.parsing.registry import reasoning_format, tool_format
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.request import ANY_LENGTH, GenerateRequest, TokenLimit
 from mlx_parallm.types.step import RunnerInfo
+from mlx_parallm.types.work import StateCache
 
 GENERATION_TRAITS = KindTraits(
     name="generation",
@@ -212,6 +213,7 @@ class GenerationModel(ServedModel):
         parent: for an adapter, the first name of its model.
         adapter: for an adapter, its name.
         images: how the model takes images; None if it takes none.
+        state_cache: the states after prefixes that each engine keeps; None if it has no state.
     """
 
     names: tuple[str, ...]
@@ -229,6 +231,7 @@ class GenerationModel(ServedModel):
     parent: str | None = None
     adapter: str | None = None
     images: ImageForm | None = None
+    state_cache: StateCache | None = None
 
     traits = GENERATION_TRAITS
     #: Its chat template may write tools.
@@ -287,10 +290,10 @@ class GenerationModel(ServedModel):
     def turn_marks(self) -> SpecialTokens | None:
         """Tokens that find where a prompt's latest turn begins; None if no engine asks for it.
 
-        Only of a state must it be known before where later prompts will agree: blocks of KV are
-        found at every length.
+        A state must be kept where later prompts will agree; blocks of KV are found at any length.
         """
-        return self.tokenizer if self.info.has_state else None
+        keeps_states = self.state_cache is not None and self.state_cache.num_states > 0
+        return self.tokenizer if keeps_states else None
 
     def vocabulary_string(self, token_id: int) -> str:
         """Return a token as it is written in the vocabulary."""

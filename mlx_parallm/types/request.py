@@ -422,6 +422,8 @@ class GenerateRequest:
             num_samples=self.params.n,
             max_output=self.params.max_tokens,
             prefix=self._meanings(),
+            turn_start=self.turn_start,
+            model=self.model,
             inputs=[each for each in costly if each],
             cache_key=(
                 *(self.model, self.adapter, self.scope, self.cache_salt, self.extra_key),

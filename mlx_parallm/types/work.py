@@ -40,6 +40,22 @@ class Ends(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateCache:
+    """The states after prefixes that an engine keeps for a model; without one none is found.
+
+    Attributes:
+        num_states: the most that it keeps.
+        interval: tokens between them within a prompt; it also keeps those at the end of the prompt
+            and at ``RequestWork.turn_start``.
+        needs_blocks: False if the state is all that the model keeps of a prefix.
+    """
+
+    num_states: int
+    interval: int
+    needs_blocks: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestWork:
     """The size of a request, and what it may share with earlier ones.
 
@@ -49,6 +65,9 @@ class RequestWork:
         max_output: most tokens of a sample; 0 if nothing is generated, None if it is not bounded.
         prefix: the tokens whose computation is kept for requests that begin with them; empty if
             none is kept.
+        turn_start: tokens of ``prefix`` with which the next request probably begins too; None if
+            unknown.
+        model: the first name of the model; empty if it keeps no states after prefixes.
         inputs: the tokens of each input whose result is kept for equal inputs; empty if none is.
         cache_key: requests with different keys share nothing.
         rank: the number of the engine that the client chose; None if it chose none.
@@ -67,6 +86,8 @@ class RequestWork:
     num_samples: int = 1
     max_output: int | None = 0
     prefix: Sequence[int] = ()
+    turn_start: int | None = None
+    model: str = ""
     inputs: Sequence[tuple[int, ...]] = ()
     cache_key: Hashable = ()
     rank: int | None = None

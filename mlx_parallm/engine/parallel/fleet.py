@@ -114,7 +114,12 @@ class Fleet:
         for _ in others:
             self._starts.get()
             self.check()
-        self._router.set_cache(sum(started.model.cache_tokens for started in self._models))
+        models = [started.model for started in self._models]
+        states = {model.names[0]: model.state_cache for model in models}
+        self._router.set_cache(
+            sum(model.cache_tokens for model in models),
+            {name: cache for name, cache in states.items() if cache is not None},
+        )
         self.is_started = True
         weights = sum(started.model.memory.weights for started in self._models)
         count = len(self._members)

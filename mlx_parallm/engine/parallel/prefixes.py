@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mlx_parallm.types.work import RequestWork
+from mlx_parallm.types.work import RequestWork, StateCache
 
 # CHUNK: tokens that are looked up together. A shorter prefix in common is worth no detour.
 CHUNK = 32
@@ -23,10 +24,14 @@ class WorkKeys:
     Attributes:
         chunks: a key for each whole chunk of its prompt, which stands for all tokens up to its end.
         inputs: a key for each input whose result is kept, with its number of tokens.
+        model: the first name of its model.
+        places: numbers of chunks after which a model with a state keeps that.
     """
 
     chunks: list[int]
     inputs: list[tuple[int, int]]
+    model: str = ""
+    places: tuple[int, ...] = ()
 
 
 def keys_of(work: RequestWork) -> WorkKeys:
@@ -36,27 +41,47 @@ def keys_of(work: RequestWork) -> WorkKeys:
     for end in range(CHUNK, len(work.prefix) + 1, CHUNK):
         key = hash((key, tuple(work.prefix[end - CHUNK : end])))
         chunks.append(key)
-    return WorkKeys(chunks, [(hash((root, each)), len(each)) for each in work.inputs])
+    inputs = [(hash((root, each)), len(each)) for each in work.inputs]
+    places = sorted({(work.turn_start or 0) // CHUNK, len(chunks)} - {0})
+    return WorkKeys(chunks, inputs, work.model, tuple(places))
 
 
 class CacheMirror:
     """The prompts and inputs that one engine was given last, as many as it caches.
 
     The engine evicts by its own rules, of which this is an estimate: least recently used first,
-    without the blocks of generated tokens.
+    without the blocks of generated tokens. Prefixes of a model with a state are found where blocks
+    and state both are.
     """
 
-    def __init__(self, capacity_tokens: int) -> None:
-        """``capacity_tokens``: tokens that the engine's KV pool holds."""
+    def __init__(
+        self, capacity_tokens: int, states: Mapping[str, StateCache] | None = None
+    ) -> None:
+        """Begin with nothing.
+
+        Args:
+            capacity_tokens: tokens that the engine's KV pool holds.
+            states: by the first names of models with a state, what is kept of these.
+        """
         self._chunks = _LastUsed(capacity_tokens // CHUNK)
         self._inputs = _LastUsed(MAX_INPUTS)
+        self._states = {
+            name: _MirroredStates(cache, _LastUsed(cache.num_states))
+            for name, cache in (states or {}).items()
+        }
 
     def match(self, keys: WorkKeys) -> int:
         """Return how many tokens of a request the engine has computed."""
+        count = self._num_found(keys) * CHUNK
+        return count + sum(size for key, size in keys.inputs if key in self._inputs)
+
+    def _num_found(self, keys: WorkKeys) -> int:
+        """Return how many chunks of a prompt the engine finds."""
         count = 0
         while count < len(keys.chunks) and keys.chunks[count] in self._chunks:
             count += 1
-        return count * CHUNK + sum(size for key, size in keys.inputs if key in self._inputs)
+        states = self._states.get(keys.model)
+        return count if states is None else states.num_found(keys, count)
 
     def missing(self, keys: WorkKeys) -> list[int]:
         """Return how many tokens of each input the engine has yet to compute."""
@@ -64,6 +89,8 @@ class CacheMirror:
 
     def add(self, keys: WorkKeys) -> None:
         """Note that the engine computes a request."""
+        if states := self._states.get(keys.model):
+            states.add(keys, self._num_found(keys))
         # The last chunk is the oldest of its prompt: it is of use to fewer requests.
         for key in reversed(keys.chunks):
             self._chunks.use(key)
@@ -81,8 +108,35 @@ class _LastUsed:
     def __contains__(self, key: int) -> bool:
         return key in self._keys
 
-    def use(self, key: int) -> None:
-        self._keys[key] = None
-        self._keys.move_to_end(key)
-        if len(self._keys) > self._capacity:
+    def use(self, key: int, *, is_passing: bool = False) -> None:
+        """Note a use of a key; one that ``is_passing`` is forgotten before all others."""
+        if key not in self._keys and len(self._keys) >= self._capacity:
+            if not self._capacity:
+                return
             self._keys.popitem(last=False)
+        self._keys[key] = None
+        self._keys.move_to_end(key, last=not is_passing)
+
+
+@dataclass(frozen=True, slots=True)
+class _MirroredStates:
+    """The prefixes whose states an engine keeps for one model."""
+
+    cache: StateCache
+    kept: _LastUsed
+
+    def num_found(self, keys: WorkKeys, num_blocks: int) -> int:
+        """Return how many chunks are found where ``num_blocks`` chunks have their blocks."""
+        most = num_blocks if self.cache.needs_blocks else len(keys.chunks)
+        return next((n for n in range(most, 0, -1) if keys.chunks[n - 1] in self.kept), 0)
+
+    def add(self, keys: WorkKeys, num_found: int) -> None:
+        """Note the states that the engine keeps of a prompt of which it has found some chunks."""
+        if num_found:
+            self.kept.use(keys.chunks[num_found - 1])
+        step = max(1, self.cache.interval // CHUNK)
+        for place in range(num_found + step, keys.places[-1] if keys.places else 0, step):
+            self.kept.use(keys.chunks[place - 1], is_passing=True)
+        for place in keys.places:
+            if place > num_found:
+                self.kept.use(keys.chunks[place - 1])

@@ -7,12 +7,13 @@ prompts that wait, the part of its own that is not cached, and the samples that 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from mlx_parallm.engine.parallel.division import Candidate, Share, divide, divide_inputs
 from mlx_parallm.engine.parallel.prefixes import CacheMirror, WorkKeys, keys_of
-from mlx_parallm.types.work import Ends, RequestWork
+from mlx_parallm.types.work import Ends, RequestWork, StateCache
 
 # FIRST_OUTPUT: the length of a sample, in tokens, while none has ended.
 FIRST_OUTPUT = 128.0
@@ -113,18 +114,23 @@ class Router:
             cache_tokens: tokens in the KV pool of one engine.
         """
         self._max_num_seqs = max_num_seqs
-        self._cache_tokens = cache_tokens
+        self._new_cache = partial(CacheMirror, cache_tokens)
         self._mean_output = FIRST_OUTPUT
         self._turn = 0
         self._homes = Homes()
-        self.loads = [EngineLoad(CacheMirror(cache_tokens)) for _ in range(num_engines)]
+        self.loads = [EngineLoad(self._new_cache()) for _ in range(num_engines)]
         self.placements: dict[str, Placement] = {}
 
-    def set_cache(self, cache_tokens: int) -> None:
-        """Note how many tokens the KV pool of each engine holds; nothing is cached yet."""
-        self._cache_tokens = cache_tokens
+    def set_cache(self, cache_tokens: int, states: Mapping[str, StateCache] | None = None) -> None:
+        """Note how much each engine keeps; nothing is cached yet.
+
+        Args:
+            cache_tokens: tokens that its KV pool holds.
+            states: by the first names of models with a state, what is kept of these.
+        """
+        self._new_cache = partial(CacheMirror, cache_tokens, states)
         for load in self.loads:
-            load.cache = CacheMirror(cache_tokens)
+            load.cache = self._new_cache()
 
     def place(self, request_id: str, work: RequestWork, *, has_begun: bool = False) -> int:
         """Choose an engine for a request, and count the request there.
@@ -296,7 +302,7 @@ class Router:
         load = self.loads[rank]
         load.is_alive = False
         self._homes.drop(rank)
-        load.cache = CacheMirror(self._cache_tokens)
+        load.cache = self._new_cache()
         anew, lost = dict[str, bool](), list[str]()
         # Each request that has begun takes a place or more, so others of its line waited for one.
         before = Counter[Hashable]()

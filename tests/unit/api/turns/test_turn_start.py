@@ -13,8 +13,8 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.offline.generation import OfflineRequests, chat_prompt
 from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.work import StateCache
 from tests.fake_engine import FakeEngine
-from tests.fakes import make_info
 from tests.unit.api.http.test_cache_scope import chosen, post
 from tests.unit.api.turns.test_prepare import demo
 
@@ -26,6 +26,7 @@ TALK = [
 ]
 # BEFORE: as ``ByteTokenizer`` renders it.
 BEFORE = "system: rule\nuser: one\nassistant: two\nuser: "
+STATES = StateCache(num_states=8, interval=2048)
 FEW = {"model": "alias", "max_tokens": 1}
 ROUTES: dict[str, tuple[dict[str, Any], str | None]] = {
     "/v1/chat/completions": (FEW | {"messages": TALK}, BEFORE),
@@ -58,13 +59,13 @@ SHARING: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def with_state(model: GenerationModel) -> GenerationModel:
-    return replace(model, info=replace(model.info, has_state=True))
+    return replace(model, state_cache=STATES)
 
 
 async def submitted(
-    path: str, body: dict[str, Any], *, has_state: bool = True
+    path: str, body: dict[str, Any], *, states: StateCache | None = STATES
 ) -> list[GenerateRequest]:
-    engine = FakeEngine(info=make_info(has_state=has_state))
+    engine = FakeEngine(state_cache=states)
     engine.script = chosen
     response = await post(engine, ServerConfig(), path, body, None)
     requests: list[GenerateRequest] = []
@@ -86,8 +87,11 @@ async def test_a_route_says_where_the_latest_turn_begins(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_it_is_not_asked_of_models_without_a_state(path: str) -> None:
-    (request,) = await submitted(path, ROUTES[path][0], has_state=False)
+@pytest.mark.parametrize("states", [None, replace(STATES, num_states=0)])
+async def test_it_is_not_asked_of_models_that_keep_no_states(
+    path: str, states: StateCache | None
+) -> None:
+    (request,) = await submitted(path, ROUTES[path][0], states=states)
     assert request.turn_start is None
 
 

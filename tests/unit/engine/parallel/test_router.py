@@ -23,15 +23,20 @@ NUM_ENGINES = (2, 4, 8)
 BLOCKS, SEQS, ROWS = 512, 16, 256
 
 
-def fleets(num_engines: int, num_blocks: int = BLOCKS) -> tuple[SimFleet, SimFleet]:
+def fleets(
+    num_engines: int, num_blocks: int = BLOCKS, num_states: int | None = None
+) -> tuple[SimFleet, SimFleet]:
     """Return some engines, and one that has as much as all of them."""
     return (
-        SimFleet(num_engines, num_blocks=num_blocks, max_num_seqs=SEQS, rows=ROWS),
+        SimFleet(
+            num_engines, num_blocks=num_blocks, max_num_seqs=SEQS, rows=ROWS, num_states=num_states
+        ),
         SimFleet(
             1,
             num_blocks=num_blocks * num_engines,
             max_num_seqs=SEQS * num_engines,
             rows=ROWS * num_engines,
+            num_states=None if num_states is None else num_states * num_engines,
         ),
     )
 
@@ -65,6 +70,36 @@ def test_chats_of_eight_turns(num_engines: int) -> None:
         each.run()
     assert fleet.hit_rate >= 0.95 * big.hit_rate
     assert not fleet.idle_steps
+
+
+@pytest.mark.parametrize("num_engines", NUM_ENGINES)
+def test_chats_with_a_model_that_keeps_states(num_engines: int) -> None:
+    num_states = 2 * 64 // num_engines + 8
+    fleet, big = fleets(num_engines, 64 * 8 * 96 // BLOCK // num_engines + 64, num_states)
+    for each in (fleet, big):
+        chats(each, 64, 8, system=tokens(0, 512))
+        each.run()
+    assert fleet.hit_rate >= 0.95 * big.hit_rate
+    assert not fleet.idle_steps
+
+
+@pytest.mark.parametrize("num_engines", NUM_ENGINES)
+def test_beginnings_of_which_no_state_is_kept_draw_no_requests(num_engines: int) -> None:
+    """Every request begins with one of few texts, but no engine keeps a state behind these."""
+    fleet, big = fleets(num_engines, 4 * BLOCKS, 2)
+    for each in (fleet, big):
+        chance = random.Random(5)
+        each.run(
+            (
+                number * 8 // num_engines,
+                SimRequest(
+                    str(number), (*tokens(chance.randrange(2), 640), *tokens(9 + number, 64)), (9,)
+                ),
+            )
+            for number in range(200)
+        )
+    assert fleet.hit_rate == big.hit_rate == 0
+    assert fleet.num_steps <= 1.05 * big.num_steps
 
 
 @pytest.mark.parametrize("num_engines", NUM_ENGINES)

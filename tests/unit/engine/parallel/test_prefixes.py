@@ -1,0 +1,133 @@
+"""The estimate of what an engine has of a prompt: its blocks, and the states of models with one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mlx_parallm.engine.parallel.prefixes import CHUNK, CacheMirror, keys_of
+from mlx_parallm.engine.parallel.router import Router
+from mlx_parallm.types.work import RequestWork, StateCache
+from tests.fleet_harness import FakeFleet
+from tests.fleet_simulator import tokens
+
+FULL = 100 * CHUNK
+MODEL = "hybrid"
+STATES = StateCache(num_states=8, interval=10 * CHUNK)
+SYSTEM, OTHER = tokens(1, 4 * CHUNK), tokens(2, 4 * CHUNK)
+
+
+def work(*prompt: int, turn_start: int | None = None, model: str = MODEL) -> RequestWork:
+    return RequestWork(num_tokens=len(prompt), prefix=prompt, turn_start=turn_start, model=model)
+
+
+def turn(number: int, num_chunks: int = 2) -> tuple[int, ...]:
+    return tokens(10 + number, num_chunks * CHUNK)
+
+
+def found(mirror: CacheMirror, later: RequestWork) -> int:
+    """Return how many chunks of a request's prompt an engine finds."""
+    tokens_found = mirror.match(keys_of(later))
+    assert tokens_found % CHUNK == 0
+    return tokens_found // CHUNK
+
+
+def mirror(cache: StateCache = STATES, *earlier: RequestWork, tokens: int = FULL) -> CacheMirror:
+    mirror = CacheMirror(tokens, {MODEL: cache})
+    for each in earlier:
+        mirror.add(keys_of(each))
+    return mirror
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "with_state", "without"),
+    [
+        # A later turn begins with the whole prompt, but for its last, partial block.
+        (work(*SYSTEM, *turn(1), 0), work(*SYSTEM, *turn(1), *turn(2)), 6, 6),
+        # The template drops reasoning behind the latest turn of the user.
+        (
+            work(*SYSTEM, *turn(1), *turn(8), 0, turn_start=len(SYSTEM)),
+            work(*SYSTEM, *turn(1), *turn(2)),
+            4,
+            6,
+        ),
+        # Another chat with the same system prompt.
+        (work(*SYSTEM, *turn(1), turn_start=len(SYSTEM)), work(*SYSTEM, *turn(2)), 4, 4),
+        # Blocks without a state are of no use.
+        (work(*SYSTEM, *turn(1), 0), work(*SYSTEM, *turn(2)), 0, 4),
+        (work(*SYSTEM), work(*SYSTEM), 4, 4),
+        (work(*OTHER, *turn(1), turn_start=len(OTHER)), work(*SYSTEM, *turn(1)), 0, 0),
+    ],
+)
+def test_a_prefix_is_found_where_its_blocks_and_its_state_are(
+    earlier: RequestWork, later: RequestWork, with_state: int, without: int
+) -> None:
+    assert found(mirror(STATES, earlier), later) == with_state
+    plain = [replace(each, model="transformer") for each in (earlier, later)]
+    assert found(mirror(STATES, plain[0]), plain[1]) == without
+
+
+def test_a_long_prompt_leaves_states_on_its_way() -> None:
+    long = tokens(3, 35 * CHUNK)
+    kept = mirror(STATES, work(*long))
+    for length in (5, 9, 10, 19, 25, 30, 34, 35):
+        expected = max(n for n in (0, 10, 20, 30, 35) if n <= length)
+        assert found(kept, work(*long[: length * CHUNK], *turn(1, 3))) == expected
+
+
+def test_the_states_used_last_are_kept_and_those_on_the_way_go_first() -> None:
+    long = tokens(3, 25 * CHUNK)
+    cache = replace(STATES, num_states=3)
+    # Two of them on the way, and one at the end.
+    kept = mirror(cache, work(*long, 0))
+    assert found(kept, work(*long[: 10 * CHUNK], *turn(1))) == 10
+    kept.add(keys_of(work(*turn(2), 0)))
+    assert found(kept, work(*long[: 10 * CHUNK], *turn(1))) == 10
+    assert found(kept, work(*long[: 20 * CHUNK], *turn(1))) == 10
+    assert found(kept, work(*long, *turn(1))) == 25
+    # The end is used again, so the next one evicts what was on the way, and then the other chat.
+    kept.add(keys_of(work(*long, *turn(3), 0)))
+    assert found(kept, work(*long[: 10 * CHUNK], *turn(1))) == 0
+    kept.add(keys_of(work(*turn(4), 0)))
+    assert found(kept, work(*turn(2), *turn(1))) == 0
+    assert found(kept, work(*long, *turn(1))) == 25
+
+
+def test_a_state_without_its_blocks_is_of_use_where_the_model_keeps_no_blocks() -> None:
+    earlier = work(*SYSTEM, *turn(1), 0)
+    # The pool holds a chunk, the last one of which is used last.
+    for needs_blocks, expected in ((True, 0), (False, 6)):
+        cache = replace(STATES, needs_blocks=needs_blocks)
+        assert found(mirror(cache, earlier, tokens=0), work(*earlier.prefix, *turn(2))) == expected
+
+
+def test_no_states_are_kept_in_no_memory() -> None:
+    cache = replace(STATES, num_states=0)
+    earlier = work(*SYSTEM, *turn(1), 0)
+    assert found(mirror(cache, earlier), work(*earlier.prefix, *turn(2))) == 0
+
+
+@pytest.mark.parametrize("model", [MODEL, "transformer"])
+def test_requests_with_a_beginning_of_which_no_state_is_kept_are_spread(model: str) -> None:
+    router = Router(2, max_num_seqs=32)
+    router.set_cache(FULL, {MODEL: STATES})
+    ranks = [
+        router.place(str(number), work(*SYSTEM, *SYSTEM, *turn(number), model=model))
+        for number in range(4)
+    ]
+    assert ranks == ([0, 1, 0, 1] if model == MODEL else [0, 0, 0, 0])
+    # A dead engine has lost its states too.
+    router.on_death(0)
+    assert not router.loads[0].cache.match(keys_of(work(*SYSTEM, *SYSTEM, *turn(0), *turn(9))))
+
+
+def test_a_fleet_knows_which_models_keep_states() -> None:
+    fleet = FakeFleet(2)
+    try:
+        for load in fleet.router.loads:
+            for model, expected in (("m", 0), ("other", 4)):
+                load.cache.add(keys_of(work(*SYSTEM, *turn(1), model=model)))
+                assert found(load.cache, work(*SYSTEM, *turn(2), model=model)) == expected
+    finally:
+        fleet.stop()
