@@ -184,9 +184,12 @@ class SimulatedRunner:
 
     def _fill_blocks(self, row: ScheduledSequence) -> None:
         """Let the blocks of a restored row have what its state has."""
-        assert len(self._states[row.slot]) == row.start, "a state of another length"
+        state = self._states[row.slot]
+        if GARBAGE in state:
+            state = [GARBAGE] * row.start
+        assert len(state) == row.start, "a state of another length"
         (content,) = self._state_contents[row.slot] or {PLAIN}
-        for position, token in enumerate(self._states[row.slot]):
+        for position, token in enumerate(state):
             block, offset = divmod(position, self._block_size)
             self._blocks[row.block_table[block]][offset] = token
             self._block_contents[row.block_table[block]][offset] = content
