@@ -86,7 +86,8 @@ def embedding_rows(model: nn.Module, vocab_size: int | None) -> int | None:
     row_counts = [
         int(module.weight.shape[0])
         for module in model.modules()
-        if isinstance(module, (nn.Embedding, nn.QuantizedEmbedding))
+        # Packed embeddings of mlx_lm's own are none of MLX's classes.
+        if hasattr(module, "as_linear")
     ]
     return min((count for count in row_counts if count >= (vocab_size or 0)), default=None)
 
