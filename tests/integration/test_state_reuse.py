@@ -1,0 +1,228 @@
+"""Requests that find snapshots get what an engine without a prefix cache gives them.
+
+Tiny models in float32, of every architecture that keeps a state, as docs/models.md lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.states import listed
+from tests.state_sessions import (
+    Ask,
+    StateModel,
+    StateSession,
+    cold,
+    model_of,
+    next_turn,
+    tokens_from,
+)
+
+STATEFUL = listed((Path(__file__).parents[2] / "docs" / "models.md").read_text())
+#: FEW architectures have a layer of each kind: gated delta nets, convolutions, Mamba 2 without KV.
+FEW = ("qwen3_next", "lfm2", "mamba2")
+ARCHITECTURES = [
+    pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in STATEFUL
+]
+every = pytest.mark.parametrize("name", ARCHITECTURES)
+#: SYSTEM prompt of whole blocks, and what follows it.
+SYSTEM, FIRST, SECOND = tokens_from(1, 32), tokens_from(2, 9), tokens_from(3, 11)
+PROMPT = tokens_from(4, 37)
+SAMPLED = {"temperature": 1.0, "n": 2}
+
+
+def warm(name: str) -> StateModel:
+    return model_of(name, "warm", "reference")
+
+
+@every
+def test_second_turn(name: str) -> None:
+    assert warm(name).runner.info.path != "alone"
+    check_second_turn(name, warm(name))
+
+
+@pytest.mark.parametrize("backend", ["runs ahead", "compiled"])
+@pytest.mark.parametrize("name", FEW)
+def test_second_turn_where_steps_run_ahead(name: str, backend: str) -> None:
+    check_second_turn(name, model_of(name, "warm", backend))
+
+
+def check_second_turn(name: str, model: StateModel) -> None:
+    session = StateSession(model)
+    first = session.ask(Ask(PROMPT))
+    assert first.is_like(cold(name, Ask(PROMPT)))
+    second = Ask(next_turn(PROMPT, first, seed=5))
+    hits = [session.ask(second) for _ in range(3)]
+    assert [hit.cached for hit in hits] == [36, 52, 52]
+    assert all(hit.is_like(cold(name, second)) for hit in hits)
+    assert hits[1] == hits[2]
+
+
+@every
+def test_second_turn_with_quantised_kv(name: str) -> None:
+    """Compare with a server that cuts the prompt alike, and finds nothing.
+
+    Other cuts sum in another order, and where that moves a value to the next step of eight bits,
+    log-probabilities differ by up to 3e-4, without a prefix cache too.
+    """
+    model = model_of(name, "warm", "int8")
+    if not model.runner.info.kv_bytes:
+        pytest.skip("it keeps no KV")
+    session = StateSession(model)
+    second = Ask(next_turn(PROMPT, session.ask(Ask(PROMPT)), seed=5))
+    hits = [session.ask(second) for _ in range(3)]
+    assert [hit.cached for hit in hits] == [36, 52, 52]
+    assert hits[1] == hits[2]
+    wanted = StateSession(model).ask(replace(second, fields={"turn_start": 36}))
+    assert wanted.cached == 0
+    assert all(hit.is_like(wanted) for hit in hits)
+
+
+@every
+def test_shared_system_prompt(name: str) -> None:
+    session = StateSession(warm(name), snapshot_tokens=1000)
+    fields = {"turn_start": len(SYSTEM)}
+    cached = []
+    for text in (FIRST, SECOND, FIRST):
+        ask = Ask((*SYSTEM, *text), fields=fields)
+        answer = session.ask(ask)
+        assert answer.is_like(cold(name, ask))
+        cached.append(answer.cached)
+    assert cached == [0, 32, 40]
+
+
+@every
+def test_snapshots_within_a_long_prompt(name: str) -> None:
+    session = StateSession(warm(name), budget=16, snapshot_tokens=16)
+    session.ask(Ask((*SYSTEM, *FIRST)))
+    ask = Ask((*SYSTEM[:20], *SECOND))
+    answer = session.ask(ask)
+    assert answer.cached == 16
+    assert answer.is_like(cold(name, ask))
+
+
+@every
+def test_samples_fork_from_what_was_found(name: str) -> None:
+    session = StateSession(warm(name))
+    session.ask(Ask(PROMPT))
+    for number in range(2):
+        session.begin(f"fork {number}", Ask((*PROMPT, *FIRST), SAMPLED, seed=7))
+        session.finish()
+        assert session.cached[f"fork {number}"] == (36, 44)[number]
+        for index in range(2):
+            wanted = cold(name, Ask((*PROMPT, *FIRST), {"temperature": 1.0}, seed=7 + index))
+            assert session.answer(f"fork {number}", index).is_like(wanted)
+
+
+@every
+def test_preemption_by_lack_of_blocks(name: str) -> None:
+    # Each needs 9 blocks.
+    asks = {f"r{index}": Ask(tokens_from(10 + index, 30)) for index in range(2)}
+    assert_preempted(name, asks, num_blocks=17, budget=64)
+
+
+@every
+def test_preemption_by_client_shares(name: str) -> None:
+    asks = {
+        f"r{index}": Ask(tokens_from(20 + index, 14), {"max_tokens": 12}, fields={"client": client})
+        for index, client in enumerate("aab")
+    }
+    assert_preempted(name, asks, max_num_seqs=2)
+
+
+def assert_preempted(name: str, asks: dict[str, Ask], **settings: int) -> None:
+    """Check that preempted requests run fewer tokens again than without snapshots."""
+    run = {}
+    for caching in (False, True):
+        session = StateSession(
+            model_of(name, "warm" if caching else "cold", "reference"), caching=caching, **settings
+        )
+        for number, (request_id, ask) in enumerate(asks.items()):
+            session.begin(request_id, ask)
+            if number:
+                session.step()
+        session.finish()
+        assert session.scheduler.stats().num_preemptions > 0
+        run[caching] = session.num_run
+        for request_id, ask in asks.items():
+            assert session.answer(request_id).is_like(cold(name, ask))
+    assert run[True] < run[False]
+
+
+@every
+def test_abort_in_mid_prefill(name: str) -> None:
+    session = StateSession(warm(name), budget=8, snapshot_tokens=8)
+    ask = Ask(tokens_from(30, 60))
+    session.begin("aborted", ask)
+    for _ in range(4):
+        session.step()
+    assert session.scheduler.abort("aborted")
+    session.scheduler.check_integrity()
+    answer = session.ask(ask)
+    assert 8 <= answer.cached < 32
+    assert answer.is_like(cold(name, ask))
+
+
+@every
+def test_adapters_find_their_own(name: str) -> None:
+    model = warm(name)
+    model.add_adapter()
+    session = StateSession(model)
+    plain, adapted = Ask(PROMPT), Ask(PROMPT, adapter=True)
+    answers = [session.ask(ask) for ask in (plain, adapted, plain, adapted)]
+    assert [answer.cached for answer in answers] == [0, 0, 36, 36]
+    assert not answers[0].is_like(answers[1])
+    for answer, ask in zip(answers, (plain, adapted, plain, adapted), strict=True):
+        assert answer.is_like(cold(name, ask))
+
+
+@contextmanager
+def updated(name: str, session: StateSession, version: int) -> Iterator[None]:
+    """Give both models of an architecture other weights in the context."""
+    models = (model_of(name, "cold", "reference"), session.model)
+    for model in models:
+        model.put(version)
+    session.scheduler.refresh_weights()
+    try:
+        yield
+    finally:
+        for model in models:
+            model.put(0)
+        session.scheduler.refresh_weights()
+
+
+@every
+def test_update_between_turns(name: str) -> None:
+    session = StateSession(warm(name))
+    with updated(name, session, 0):
+        first = session.ask(Ask(PROMPT))
+    second = Ask(next_turn(PROMPT, first, seed=6))
+    with updated(name, session, 1):
+        answers = [session.ask(second), session.ask(second)]
+        assert [answer.cached for answer in answers] == [0, 52]
+        assert all(answer.is_like(cold(name, second)) for answer in answers)
+    # The first weights find theirs.
+    again = session.ask(second)
+    assert again.cached == 36
+    assert again.is_like(cold(name, second))
+    assert not again.is_like(answers[0])
+
+
+@every
+def test_update_within_an_answer(name: str) -> None:
+    session = StateSession(warm(name))
+    with updated(name, session, 0):
+        session.begin("straddles", Ask(PROMPT, {"max_tokens": 30}))
+        while len(session.tokens.get(("straddles", 0), ())) < 8:
+            session.step()
+    with updated(name, session, 1):
+        session.finish()
+        longer = Ask(next_turn(PROMPT, session.answer("straddles"), seed=8))
+        answer = session.ask(longer)
+        assert answer.cached == 0
+        assert answer.is_like(cold(name, longer))
