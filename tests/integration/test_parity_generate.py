@@ -128,6 +128,7 @@ class Session:
         speculative: SpeculativeConfig | None = None,
         tiers: Tiers | None = None,
         weights: PolicyWeights | None = None,
+        has_kv: bool = True,
     ) -> None:
         info = runner.info
         self.weights = weights
@@ -137,6 +138,7 @@ class Session:
             tiers=tiers,
             num_seqs=8,
             num_snapshots=NUM_SNAPSHOTS * bool(info.state_bytes) if info.has_state else None,
+            has_kv=has_kv,
         )
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget)
         self.scheduler = Scheduler(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -49,6 +50,8 @@ slow = pytest.mark.slow
 #: Windows, windows with sinks, latent attention, and more.
 FAMILIES = ("gemma3_text", "gpt_oss", "deepseek_v3")
 MORE_FAMILIES = ("mistral", "gemma2", "gemma3n", "gemma4", "opt", "qwen3_moe", "deepseek_v32")
+#: Layers with KV beside a gated delta rule, or beside convolutions; states alone.
+HYBRIDS = ("qwen3_5", "lfm2", "mamba2")
 #: A request of each kind; the seed makes samples the same.
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -76,6 +79,7 @@ class StoredSession(Session):
         self.tiers = Tiers(
             stores,
             block_bytes=1,
+            state_bytes=runner.info.state_bytes,
             draft=PendingContent("draft") if has_draft else None,
             min_saved=1,
             min_fetched=1,
@@ -86,7 +90,8 @@ class StoredSession(Session):
             DeviceRunner(worker, "m", plan),
             num_blocks=NUM_BLOCKS,
             speculative=speculative,
-            tiers=None if runner.info.has_state else self.tiers,
+            tiers=self.tiers,
+            has_kv=runner._blocks.block_bytes > 0,
             weights=PolicyWeights(BaseWeights(lasting=PendingContent(digest), identity="same")),
         )
         self.num_filled = 0
@@ -153,7 +158,7 @@ def assert_comes_back(
             assert ids_of(memory[name]) == ids_of(cold[name])
             assert again.cached[name] == cached[name]
             (stats,) = again.tiers.stats(BLOCK_SIZE).tiers
-            assert stats.hit_tokens > 0
+            assert stats.hit_tokens >= cached[name]
     store.close()
 
 
@@ -204,14 +209,24 @@ def test_proposals_from_the_prompt_give_what_memory_gives(tmp_path: Path) -> Non
     assert_comes_back(make, tmp_path, speculative=config)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "mamba2"])
-def test_models_whose_kv_is_only_partly_by_block_ask_no_store(name: str) -> None:
-    store = DictStore()
-    make = runners(loaded_model(name))
-    session = StoredSession(make, [store])
-    assert session.ask("cold") == session.ask("again")
-    assert not store.blocks
-    assert not store.fetches
+@pytest.mark.parametrize(
+    ("name", "tier", "attention"),
+    [
+        ("qwen3_5", "disk", CompiledAttention),
+        ("mamba2", "disk", ReferenceAttention),
+        ("lfm2", "host", ReferenceAttention),
+        *(
+            pytest.param(*each, marks=slow)
+            for each in itertools.product(
+                HYBRIDS, ("dict", "host", "disk"), (ReferenceAttention, CompiledAttention)
+            )
+        ),
+    ],
+)
+def test_prefixes_with_states_give_what_memory_gives(
+    name: str, tier: str, attention: Any, tmp_path: Path
+) -> None:
+    assert_comes_back(runners(loaded_model(name), attention), tmp_path, tier=tier)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 7, 9])
