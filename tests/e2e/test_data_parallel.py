@@ -44,15 +44,15 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def tokens_by_engine(server: ServerProcess) -> list[float]:
+def tokens_by_engine(server: ServerProcess, model: str = "mlx-parallm-demo") -> list[float]:
     """Return how many tokens each engine has generated."""
     text = httpx2.get(f"{server.url}/metrics").text
-    name = 'vllm:generation_tokens_total{{engine="{}",model_name="mlx-parallm-demo"}} '
+    name = 'vllm:generation_tokens_total{{engine="{}",model_name="{}"}} '
     return [
-        float(line.removeprefix(name.format(rank)))
+        float(line.removeprefix(name.format(rank, model)))
         for rank in (0, 1)
         for line in text.splitlines()
-        if line.startswith(name.format(rank))
+        if line.startswith(name.format(rank, model))
     ]
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 
+from tests.e2e.test_data_parallel import tokens_by_engine
 from tests.hybrid_folder import write_hybrid
 from tests.server_process import ServerProcess
 
@@ -141,3 +143,34 @@ def test_responses_find_them_too(client: openai.OpenAI) -> None:
 
 def said(text: str) -> Message:
     return {"role": "assistant", "content": text}
+
+
+@pytest.mark.slow
+def test_of_two_engines_each_keeps_its_chats_and_no_beginning_without_a_state(
+    tmp_path: Path,
+) -> None:
+    folder = write_hybrid(tmp_path / "hybrid")
+    flags = ("--served-model-name", "hybrid", "--dtype", "float32", "--data-parallel-size", "2")
+    server = ServerProcess("--model", str(folder), *flags)
+    try:
+        server.wait_until_ready()
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            chats = [Chats(client, server.url, f"chat {number}") for number in range(4)]
+            turns = [user("One"), assistant("Two."), user("Three"), assistant("Four."), user("5")]
+            for length in (1, 3, 5):
+                for chat in chats:
+                    messages = [SYSTEM, *turns[:length]]
+                    assert chat.expected(messages) == chat.ask(messages)[1]
+            before = tokens_by_engine(server, "hybrid")
+            for number in range(8):
+                # No state is kept where these part, so what one engine has of them is of no use.
+                prompt = "the same words " * 20 + f"{number}, and others " * 4
+                answer = client.completions.create(model="hybrid", prompt=prompt, max_tokens=4)
+                details = answer.usage and answer.usage.prompt_tokens_details
+                assert details is not None
+                assert not details.cached_tokens
+        after = tokens_by_engine(server, "hybrid")
+        gained = [now - then for now, then in zip(after, before, strict=True)]
+        assert gained == [16, 16]
+    finally:
+        server.stop()
