@@ -55,6 +55,7 @@ class SimulatedRunner:
         *,
         has_state: bool,
         has_kv: bool = True,
+        keeps_states: bool = False,
         copies: bool = False,
     ) -> None:
         """Begin with garbage everywhere.
@@ -65,6 +66,7 @@ class SimulatedRunner:
             num_slots: the slots of states, those of snapshots included.
             has_state: True if the model keeps a state per sequence.
             has_kv: False if it keeps nothing else: blocks that were found hold nothing.
+            keeps_states: True if rows keep the state before each of their proposals.
             copies: True if the model often repeats what followed its last token before.
         """
         self._copies = copies
@@ -72,12 +74,16 @@ class SimulatedRunner:
         self._drafted: list[list[int]] = [[-1] * block_size for _ in range(num_blocks)]
         self._block_size = block_size
         self._blocks: list[list[int]] = [[-1] * block_size for _ in range(num_blocks)]
-        self._states: list[list[int]] = [[-1] for _ in range(num_slots)]
+        self._states: dict[int, list[int]] = {slot: [-1] for slot in range(num_slots)}
         self._has_state = has_state
+        self._keeps_states = keeps_states
+        # The step in which a row with proposals kept a state, by slot.
+        self._kept_at: dict[int, int] = {}
+        self._num_steps = 0
         self._chosen: dict[int, int] = {}
         self._block_contents = [[PLAIN] * block_size for _ in range(num_blocks)]
-        self._state_contents: list[set[str]] = [set() for _ in range(num_slots)]
-        self._state_keys: list[set[Hashable]] = [set() for _ in range(num_slots)]
+        self._state_contents: dict[int, set[str]] = {slot: set() for slot in range(num_slots)}
+        self._state_keys: dict[int, set[Hashable]] = {slot: set() for slot in range(num_slots)}
         # Slots whose state was copied or filled since their sequence ran.
         self._restored: set[int] = set()
         #: The cache key of a sequence, by its number.
@@ -169,8 +175,11 @@ class SimulatedRunner:
             for store in (self._blocks, self._drafted):
                 store[target] = list(store[source])
             self._block_contents[target] = list(self._block_contents[source])
+        kept = self._kept_at.keys()
         self._copy_states(batch.state_copies)
-        self._restored.update(target for _, target in batch.state_copies)
+        # Batches that only move blocks are no steps.
+        self._num_steps += bool(batch.sequences)
+        self._restored.update(target for source, target in batch.state_copies if source not in kept)
         for row in batch.sequences:
             if row.slot in self._restored and row.start and not self._has_kv:
                 self._fill_blocks(row)
@@ -178,6 +187,8 @@ class SimulatedRunner:
 
     def _copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:
+            kept_at = self._kept_at.get(source, self._num_steps)
+            assert self._num_steps - kept_at < 2, "a state was kept too long ago"
             self._states[target] = list(self._states[source])
             self._state_contents[target] = set(self._state_contents[source])
             self._state_keys[target] = set(self._state_keys[source])
@@ -220,7 +231,7 @@ class SimulatedRunner:
         assert row.sample is not None
         known = [token for block in row.block_table for token in self._drafted[block]]
         tokens = known[: row.draft.end]
-        assert row.draft.end == row.start + 1
+        assert row.draft.end == row.start + len(row.token_ids) - len(row.verify)
         content = self.content_of(row)
         for spec in (row.sample, *row.verify[:-1]):
             token = 0
@@ -229,7 +240,7 @@ class SimulatedRunner:
             tokens.append(token if _hash([1, *tokens]) % 3 else (token + 1) % VOCAB_SIZE)
         guesses = tuple(tokens[row.draft.end :])
         self._write_draft(row, row.draft.end, guesses[:-1])
-        return replace(row, token_ids=row.token_ids[:1] + guesses)
+        return replace(row, token_ids=row.token_ids[: -len(guesses)] + guesses)
 
     def _write_draft(self, row: ScheduledSequence, start: int, tokens: Sequence[int]) -> None:
         for position, token in enumerate(tokens, start):
@@ -252,6 +263,7 @@ class SimulatedRunner:
     def corrupt(self, batch: ScheduledBatch) -> None:
         """Write what a failed step may leave behind."""
         self._adapters.update(batch.adapters)
+        self._num_steps += bool(batch.sequences)
         for block, _ in batch.moves.filled:
             self._blocks[block] = [GARBAGE] * self._block_size
             self._drafted[block] = [GARBAGE] * self._block_size
@@ -277,9 +289,22 @@ class SimulatedRunner:
         if row.start == 0:
             self._states[row.slot], self._state_contents[row.slot] = [], set()
             self._state_keys[row.slot] = set()
+        key = self.key_of(row.seq_id)
+        self._keep(row, tokens, content, key)
         self._states[row.slot] += tokens
         self._state_contents[row.slot].add(content)
-        self._state_keys[row.slot].add(self.key_of(row.seq_id))
+        self._state_keys[row.slot].add(key)
+
+    def _keep(
+        self, row: ScheduledSequence, tokens: Sequence[int], content: str, key: Hashable
+    ) -> None:
+        """Keep the states before a row's proposals, or that before the row."""
+        first = len(tokens) - len(row.verify) if self._keeps_states else 0
+        for count, slot in enumerate(row.kept_slots, first):
+            self._kept_at[slot] = self._num_steps
+            self._states[slot] = [*self._states[row.slot], *tokens[:count]]
+            self._state_contents[slot] = self._state_contents[row.slot] | set([content][:count])
+            self._state_keys[slot] = self._state_keys[row.slot] | set([key][:count])
 
     def _tokens_of(self, row: ScheduledSequence) -> list[int]:
         return [token for block in row.block_table for token in self._blocks[block]]

@@ -79,6 +79,7 @@ class SchedulerHarness:
         block_size: int = 4,
         max_model_len: int = 64,
         has_state: bool = False,
+        keeps_states: bool = False,
         caching: bool = True,
         config: SchedulerConfig | None = None,
         runs_ahead: bool = False,
@@ -92,6 +93,7 @@ class SchedulerHarness:
         has_kv: bool = True,
     ) -> None:
         self.speculative = speculative
+        self.has_state, self.keeps_states = has_state, keeps_states
         self.config = config or SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
         self.max_len = min(max_model_len, num_blocks * block_size)
         self.num_blocks = num_blocks
@@ -132,6 +134,7 @@ class SchedulerHarness:
             ),
             max_model_len=max_model_len,
             has_state=has_state,
+            keeps_states=keeps_states,
             snapshot_tokens=snapshot_tokens,
             speculative=speculative,
             num_tower_stages=num_tower_stages,
@@ -147,6 +150,7 @@ class SchedulerHarness:
             self.config.max_num_seqs + num_snapshots,
             has_state=has_state,
             has_kv=has_kv,
+            keeps_states=keeps_states,
             copies=speculative is not None,
         )
         # The cache salt of every sample, by its number.
@@ -269,7 +273,12 @@ class SchedulerHarness:
         assert len(rows) <= (self.speculative.disable_by_batch_size or 32)
         for row in rows:
             assert len(row.verify) <= self.speculative.num_speculative_tokens
-            assert len(row.token_ids) == len(row.verify) + 1
+            if row.kept_slots and not self.keeps_states:
+                assert len(row.kept_slots) == 1
+                assert len(row.token_ids) <= 2 * (self.speculative.num_speculative_tokens + 1)
+            else:
+                assert len(row.kept_slots) == self.has_state * len(row.verify)
+                assert len(row.token_ids) == len(row.verify) + 1
             assert row.token_ids[0] != PENDING_TOKEN
             assert (PENDING_TOKEN in row.proposals) == (self.speculative.model is not None)
             end = row.start + len(row.token_ids)

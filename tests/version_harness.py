@@ -181,6 +181,7 @@ class VersionHarness:
         block_size: int = 4,
         max_model_len: int = 48,
         has_state: bool = False,
+        keeps_states: bool = False,
         has_kv: bool = True,
         num_snapshots: int = NUM_SNAPSHOTS,
         caching: bool = True,
@@ -203,6 +204,7 @@ class VersionHarness:
             block_size,
             config.max_num_seqs + num_snapshots,
             has_state=has_state,
+            keeps_states=keeps_states,
             has_kv=has_kv,
             copies=self._copies,
         )
@@ -220,6 +222,7 @@ class VersionHarness:
             self.kv,
             max_model_len=max_model_len,
             has_state=has_state,
+            keeps_states=keeps_states,
             snapshot_tokens=8,
             speculative=speculative,
         )

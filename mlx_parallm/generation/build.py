@@ -265,14 +265,14 @@ def speculative_for(
     """Return the settings of speculation for a model; None if it does not speculate.
 
     Raises:
-        ConfigError: the model keeps a state, which cannot be taken back.
+        ConfigError: the model keeps a state that cannot be copied.
     """
     if config is None:
         return None
-    if info.has_state:
+    if info.has_state and not info.state_bytes:
         raise ConfigError(
-            f"{name} keeps a state per sequence (path {info.path}), which cannot follow refused "
-            "proposals; serve it without --speculative-config."
+            f"{name} keeps a state in caches of an unknown kind (path {info.path}), which cannot "
+            "follow refused proposals; serve it without --speculative-config."
         )
     if config.disable_by_batch_size is not None or backend_name() != "cpu":
         return config
@@ -421,6 +421,7 @@ def _engine(
         ),
         max_model_len=info.max_model_len,
         has_state=info.has_state,
+        keeps_states=info.keeps_states,
         snapshot_tokens=settings.cache.state_snapshot_tokens,
         speculative=speculative_for(settings.speculative, info, name),
         num_tower_stages=info.num_tower_stages,

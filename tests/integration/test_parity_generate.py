@@ -95,14 +95,16 @@ def loaded_model(name: str) -> LoadedModel:
 
 
 @cache
-def shared_runner(name: str, backend: type[ReferenceAttention] = ReferenceAttention) -> ModelRunner:
+def shared_runner(
+    name: str, backend: type[ReferenceAttention] = ReferenceAttention, *, speculates: bool = False
+) -> ModelRunner:
     loaded = loaded_model(name)
     layouts = probe_layout(loaded.model)
     scheduler = SchedulerConfig(max_num_seqs=8)
     attention = backend(BLOCK_SIZE)
     cache = CacheConfig(block_size=BLOCK_SIZE)
     plan = plan_kv(layouts, loaded.config, cache, scheduler, 96, attention)
-    return make_runner(loaded, layouts, plan, 96, attention)[0]
+    return make_runner(loaded, layouts, plan, 96, attention, speculates=speculates)[0]
 
 
 @cache
@@ -146,6 +148,7 @@ class Session:
             self.kv,
             max_model_len=info.max_model_len,
             has_state=info.has_state,
+            keeps_states=info.keeps_states,
             speculative=speculative,
             num_tower_stages=info.num_tower_stages,
         )

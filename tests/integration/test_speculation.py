@@ -101,6 +101,30 @@ def test_every_kind_of_request_gets_the_same_tokens(name: str, backend: Any) -> 
     assert stats.speculation.num_accepted_tokens < stats.speculation.num_draft_tokens
 
 
+#: STATEFUL models, and True for those whose rows keep the state before each proposal.
+STATEFUL = {
+    "qwen3_5": True,
+    "lfm2": True,
+    "mamba2": True,
+    "kimi_linear": True,
+    "jamba": False,
+    "rwkv7": False,
+}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("backend", [ReferenceAttention, AheadAttention, CompiledAttention])
+def test_states_follow_accepted_proposals(name: str, backend: Any) -> None:
+    runner = shared_runner(name, backend, speculates=True)
+    assert runner.info.keeps_states == STATEFUL[name]
+    actual, session = generate(name, NGRAM, runner=runner)
+    for request, result in without_proposals(name, ReferenceAttention).items():
+        assert_same(actual[request], Generated(result.tokens, result.logprobs))
+    stats = session.scheduler.stats()
+    assert stats.num_preemptions > 0
+    assert 0 < stats.speculation.num_accepted_tokens < stats.speculation.num_draft_tokens
+
+
 def with_draft(
     name: str, backend: type[ReferenceAttention], *, noise: float, vocab: int
 ) -> ModelRunner:
@@ -265,6 +289,8 @@ def test_what_is_left_open_the_device_decides() -> None:
     assert chosen.disable_by_batch_size is not None
 
 
-def test_a_model_with_a_state_refuses_the_setting() -> None:
+def test_a_state_that_cannot_be_copied_refuses_the_setting() -> None:
     with pytest.raises(ConfigError, match="my-model keeps a state"):
-        speculative_for(NGRAM, make_info(has_state=True, path="split"), "my-model")
+        speculative_for(NGRAM, make_info(has_state=True, path="alone"), "my-model")
+    copied = make_info(has_state=True, state_bytes=1, path="split")
+    assert speculative_for(NGRAM, copied, "my-model") == NGRAM

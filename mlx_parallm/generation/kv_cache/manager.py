@@ -84,6 +84,11 @@ class KVCacheManager:
         self._generation = 0
 
     @property
+    def num_snapshot_slots(self) -> int:
+        """Return the most snapshots, which have slots for states behind those of sequences."""
+        return 0 if self.snapshots is None else self.snapshots.stats.num_slots
+
+    @property
     def num_blocks(self) -> int:
         """Blocks in the pool."""
         return self._pool.num_blocks

@@ -104,7 +104,7 @@ class Planner:
             self._fork_followers(leader, plan)
         plan.has_streams = bool(plan.num_tokens) or any(row.num_pending for row in self._running)
         self._compute_inputs(plan, is_first=True)
-        prefilling = [sequence for sequence in self._running if sequence.num_remaining > 1]
+        prefilling = [sequence for sequence in self._running if sequence.is_prefilling]
         if self._bound_s and plan.num_tokens and (prefilling or len(self._waiting)):
             plan.allowance = self._allowance(plan)
         num_running = len(self._running)
@@ -145,18 +145,22 @@ class Planner:
         decoding = [
             sequence
             for sequence in self._running
-            if sequence.num_remaining == 1 and self._may_run(sequence)
+            if sequence.is_decoding and self._may_run(sequence)
         ]
         num_verifying = 0
         if self._speculator is not None:
             num_verifying = sum(sequence.num_proposed > 0 for sequence in self._running)
             if self._speculator.await_tokens(decoding, num_verifying, plan):
                 return True
+        # Each row is sure of one token; tokens that run again share what that leaves.
+        spare = plan.budget_left - len(decoding)
         for sequence in decoding:
-            if sequence in plan.awaited or not self._runnable(sequence, 1, plan):
+            count = 1 + min(sequence.num_replayed, max(spare, 0))
+            if sequence in plan.awaited or not self._runnable(sequence, count, plan):
                 continue
-            if self._make_room(sequence, 1, plan):
-                plan.add(sequence, 1)
+            if self._make_room(sequence, count, plan):
+                plan.add(sequence, count)
+                spare -= count - 1
         if self._speculator is not None:
             self._speculator.propose(plan, len(plan.awaited) + num_verifying, self._count_spare)
         return False
@@ -213,7 +217,10 @@ class Planner:
         staying = {
             sequence
             for sequence in changed
-            if sequence.is_caught_up and self._running.take_adapter(sequence)
+            # Blocks of tokens that run again have KV that may be cached.
+            if sequence.is_caught_up
+            and not sequence.num_replayed
+            and self._running.take_adapter(sequence)
         }
         for sequence in reversed(changed):
             if sequence in staying:
@@ -285,7 +292,7 @@ class Planner:
     def _has_prompts(self) -> bool:
         """Return True if there are prompts that could be prefilled now."""
         return len(self._waiting) > 0 or any(
-            sequence.num_remaining > 1 and not sequence.is_blocked for sequence in self._running
+            sequence.is_prefilling and not sequence.is_blocked for sequence in self._running
         )
 
     def _allowance(self, plan: StepPlan) -> PrefillAllowance:
@@ -340,7 +347,8 @@ class Planner:
             return limit
         if sequence.slot is None:  # a better sequence preempted it
             return 0
-        limit = self._snapshotter.stop(sequence, start, limit, is_planned=planned > 0)
+        if not sequence.is_decoding:
+            limit = self._snapshotter.stop(sequence, start, limit, is_planned=planned > 0)
         if held is None or limit <= 0:
             return limit
         stop = inputs.cut(start, start + limit)

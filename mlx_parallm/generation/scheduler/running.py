@@ -201,6 +201,7 @@ class RunningSet:
         if not self._per_client[client]:
             del self._per_client[client]
         sequence.table, sequence.slot, sequence.num_computed = None, None, 0
+        sequence.restored_from, sequence.replay_end = None, 0
         if sequence.held is not None:
             sequence.held.release()
             sequence.arrivals.remove(sequence.held)

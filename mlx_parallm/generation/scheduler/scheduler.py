@@ -13,7 +13,7 @@ from mlx_parallm.generation.scheduler.planner import Planner
 from mlx_parallm.generation.scheduler.running import LiveRequests, RunningSet
 from mlx_parallm.generation.scheduler.sequence import RequestGroup, RowInFlight, Sequence
 from mlx_parallm.generation.scheduler.snapshotting import Snapshotter
-from mlx_parallm.generation.scheduler.speculating import Speculator
+from mlx_parallm.generation.scheduler.speculating import KeptStates, Speculator, take_copies
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
 from mlx_parallm.generation.scheduler.updates import (
     SchedulerStats,
@@ -47,6 +47,7 @@ class Scheduler:
         *,
         max_model_len: int,
         has_state: bool = False,
+        keeps_states: bool = False,
         speculative: SpeculativeConfig | None = None,
         num_tower_stages: int = 1,
         snapshot_tokens: int = STATE_SNAPSHOT_TOKENS,
@@ -59,11 +60,10 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running = RunningSet(config, kv, num_tower_stages=num_tower_stages)
         self._live = LiveRequests(self._running, config.max_waiting)
-        # A recurrent state cannot be rolled back to before refused proposals.
-        assert not (has_state and speculative), "a state cannot follow refused proposals"
-        self._speculator = (
-            None if speculative is None else Speculator(speculative, kv, self._max_len)
-        )
+        kept = None
+        if has_state:
+            kept = KeptStates(config.max_num_seqs + kv.num_snapshot_slots, keeps_states)
+        self._speculator = speculative and Speculator(speculative, kv, self._max_len, kept)
         self._snapshotter = Snapshotter(kv, snapshot_tokens, has_state=has_state)
         self._planner = Planner(
             config,
@@ -267,6 +267,7 @@ class Scheduler:
         )
         step_id = next(self._steps)
         captures = self._snapshotter.take_copies(step_id) if plan.num_tokens else []
+        taken_back = take_copies(self._running) if plan.num_tokens else {}
         self._snapshotter.note(plan, step_id)
         restores = [
             (self._kv.take_snapshot(sequence.blocks), sequence.slot)
@@ -276,7 +277,7 @@ class Scheduler:
         ended, self._ended = tuple(self._ended), []
         self._in_flight[step_id] = {
             sequence.seq_id: RowInFlight(sequence.group, sequence.blocks, sequence.content)
-            for sequence in (*plan.num_tokens, *plan.filling)
+            for sequence in (*plan.num_tokens, *plan.filling, *taken_back)
         }
         return ScheduledBatch(
             step_id=step_id,
@@ -285,11 +286,12 @@ class Scheduler:
                     tokens,
                     plan.proposals.get(sequence, ()),
                     plan.draft_ends.get(sequence),
+                    plan.kept_slots.get(sequence, ()),
                 )
                 for sequence, tokens in rows
             ),
             block_copies=tuple(plan.block_copies.values()),
-            state_copies=(*captures, *restores, *plan.state_copies.values()),
+            state_copies=(*captures, *taken_back.values(), *restores, *plan.state_copies.values()),
             num_captures=len(captures),
             ended=ended,
             adapters={
@@ -343,7 +345,7 @@ class Scheduler:
         """End every request of a step that raised; its blocks do not enter the prefix cache.
 
         Requests that wait for an input that the step was to compute end too, and those of which it
-        was to fill blocks.
+        was to fill blocks or restore the state.
         """
         rows = self._in_flight.pop(batch.step_id).values()
         self._snapshotter.fail(batch.step_id)
@@ -396,7 +398,9 @@ class Scheduler:
     ) -> list[SequenceUpdate]:
         """Apply one sequence's row of a step that succeeded."""
         end = row.start + len(row.token_ids) - len(row.verify)
-        self._commit(sequence, begun, end)
+        # What runs again is written again, so nothing may find it before.
+        if self._speculator is None or not self._speculator.replays(row, len(tokens) - 1):
+            self._commit(sequence, begun, end)
         # The sequence may have been preempted, and even restarted, while the step was in flight.
         if row.draft is not None and sequence.table is begun.table:
             # Proposals do not count, whether they are accepted or not.
@@ -413,8 +417,9 @@ class Scheduler:
             sequence.settle(num_accepted)
             if row.verify and self._speculator is not None:
                 self._speculator.record(sequence, row, num_accepted)
+                self._speculator.take_back(sequence, row, num_accepted)
             if num_accepted:
-                self._commit(sequence, begun, end + num_accepted)
+                self._commit(sequence, begun, min(end + num_accepted, sequence.num_computed))
         if updates[-1].finish_reason is not None:
             self._end(sequence)
         return updates

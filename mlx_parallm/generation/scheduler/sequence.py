@@ -184,6 +184,10 @@ class Sequence:
         tail: what it left when it was preempted; None if it left nothing, and while it runs.
         num_drafted: leading tokens that a draft model has computed, or is going to.
         num_proposed: proposals that the step in flight verifies; any number of them becomes tokens.
+        restored_from: the slot with the state at ``num_computed``, which the next batch copies to
+            its own, because proposals were refused; None if its own slot has it.
+        replay_end: tokens before this position run again, because the state after them was not
+            kept.
         speculation: makes its proposals; None before the first.
         table: its blocks while running.
         slot: its slot while running.
@@ -217,6 +221,8 @@ class Sequence:
     tail: Tail | None = None
     num_drafted: int = 0
     num_proposed: int = 0
+    restored_from: int | None = None
+    replay_end: int = 0
     speculation: Speculation | None = None
     table: BlockTable | None = None
     slot: int | None = None
@@ -266,6 +272,21 @@ class Sequence:
         """Return how many tokens to compute before the next one can be sampled."""
         return len(self.token_ids) + self.num_pending - self.num_computed
 
+    @property
+    def num_replayed(self) -> int:
+        """Return how many tokens run again before its last one."""
+        return max(self.replay_end - self.num_computed, 0)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Return True if it has one token to compute, besides those that run again."""
+        return self.num_remaining - self.num_replayed == 1
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Return True if it has several tokens to compute, besides those that run again."""
+        return self.num_remaining - self.num_replayed > 1
+
     def is_ending(self, max_model_len: int) -> bool:
         """Return True if the pending token is its last, whichever token it is."""
         if not self.num_pending:
@@ -283,11 +304,16 @@ class Sequence:
         num_tokens: int,
         proposals: tuple[int, ...] = (),
         draft_end: int | None = None,
+        kept_slots: tuple[int, ...] = (),
     ) -> ScheduledSequence:
         """Return a step's row for the next ``num_tokens`` tokens, which then count as computed.
 
-        ``proposals`` run behind them, and count once they are accepted. ``draft_end`` is how many
-        tokens a draft model is to have computed then; None for as many as before.
+        Args:
+            num_tokens: the number of tokens.
+            proposals: guesses that run behind them, and count once they are accepted.
+            draft_end: how many tokens a draft model is to have computed then; None for as many as
+                before.
+            kept_slots: see ``ScheduledSequence``.
         """
         assert self.slot is not None, "only a running sequence can be scheduled"
         start, end = self.num_computed, self.num_computed + num_tokens
@@ -305,6 +331,7 @@ class Sequence:
             version=self.group.weights.label,
             sample=self._sample_spec(end) if samples else None,
             verify=self._verify_specs(end, proposals) if proposals else (),
+            kept_slots=kept_slots,
             draft=None if draft_end is None else self._draft_input(draft_end),
             prompt_logprobs=params.prompt_logprobs,
             target_ids=self.request.prompt_ids[targets.start : targets.stop],
@@ -336,6 +363,21 @@ class Sequence:
         # The sequence may have been preempted while the step was in flight.
         if self.slot is not None:
             self.num_computed += num_accepted
+
+    def take_back(self, row: ScheduledSequence, num_accepted: int, *, keeps_states: bool) -> None:
+        """Note that a row's state is beyond the proposals that were accepted.
+
+        Args:
+            row: the row, whose tokens are settled.
+            num_accepted: how many of its proposals were accepted, less than all.
+            keeps_states: True if the row kept the state before each proposal, False if it kept that
+                before itself alone: then accepted tokens run again.
+        """
+        if self.slot is None or not row.kept_slots:
+            return
+        self.restored_from = row.kept_slots[num_accepted if keeps_states else 0]
+        if not keeps_states:
+            self.replay_end, self.num_computed = self.num_computed, row.start
 
     def add_token(self, token: SampledToken, max_model_len: int) -> FinishReason | None:
         """Append a token; return why it ended the sample, None if it did not."""

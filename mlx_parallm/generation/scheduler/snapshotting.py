@@ -108,7 +108,7 @@ class Snapshotter:
             rest = (start + num_tokens) % self._kv.block_size
             end = start + num_tokens - rest
             is_due = num_tokens > rest > 0 and self._is_due(sequence, end)
-            if is_due and sequence.group.inputs.cut(start, end) == end:
+            if is_due and not sequence.is_decoding and sequence.group.inputs.cut(start, end) == end:
                 plan.num_tokens[sequence] -= rest
                 plan.budget_left += rest
 
@@ -142,6 +142,9 @@ class Snapshotter:
             return None
         sequence.num_kept = num_tokens
         table, slot = sequence.blocks, sequence.slot
+        if sequence.restored_from is not None:
+            # Its own slot has the state after proposals that were refused.
+            slot = sequence.restored_from
         capture = Capture(sequence, table, num_tokens, slot, target, self._latest_step, is_passing)
         self._due.append(capture)
         return capture

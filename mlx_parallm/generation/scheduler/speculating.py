@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from mlx_parallm.config import SpeculativeConfig
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
@@ -26,11 +27,38 @@ CATCH_UP_SHARE = 16
 DEFAULT_BATCH_SIZE = 32
 
 
-class Speculator:
-    """Lets decoding sequences run proposals behind their last token, while few decode."""
+@dataclass(frozen=True, slots=True)
+class KeptStates:
+    """The slots in which rows with proposals keep states of sequences.
 
-    def __init__(self, config: SpeculativeConfig, kv: KVCacheManager, max_model_len: int) -> None:
+    Attributes:
+        first_slot: the first of them; each running sequence has as many as there may be proposals.
+        has_each: True if rows keep the state before each proposal, False if they keep that before
+            themselves alone.
+    """
+
+    first_slot: int
+    has_each: bool
+
+
+class Speculator:
+    """Lets decoding sequences run proposals behind their last token, while few decode.
+
+    Where sequences have a state, that is beyond the accepted proposals once some are refused. It is
+    restored from what the row kept, and tokens that were accepted run again if they must. Proposals
+    may run behind these, while the row has at most twice as many tokens as without them.
+    """
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        kv: KVCacheManager,
+        max_model_len: int,
+        kept: KeptStates | None = None,
+    ) -> None:
+        """Begin without proposals; ``kept`` is None if sequences have no state."""
         self._config = config
+        self._kept = kept
         self._max_batch_size = config.disable_by_batch_size or DEFAULT_BATCH_SIZE
         self._kv = kv
         self._max_model_len = max_model_len
@@ -74,16 +102,17 @@ class Speculator:
         if len(plan.num_tokens) + others > self._max_batch_size:
             return
         room, spare = plan.budget_left // BUDGET_SHARE, count_spare()
-        for sequence in list(plan.num_tokens):
-            most = min(self._most(sequence), room)
-            if sequence.num_pending or most < 1:
+        longest = 2 * (1 + self._config.num_speculative_tokens)
+        for sequence, num_tokens in list(plan.num_tokens.items()):
+            most = min(self._most(sequence), room, longest - num_tokens)
+            if sequence.num_pending or most < 1 or num_tokens < sequence.num_remaining:
                 continue
             proposals = self._speculation(sequence).propose(sequence.token_ids, most)
             fitting, num_blocks = self._fit(sequence, proposals, spare)
             if fitting:
                 spare -= num_blocks
                 room -= len(fitting)
-                plan.add_proposals(sequence, fitting)
+                plan.add_proposals(sequence, fitting, self._kept_slots(sequence, len(fitting)))
 
     def plan_drafts(self, plan: StepPlan, num_running: int) -> None:
         """Plan what a draft model computes in a step: all that proposals need, and prompts."""
@@ -116,6 +145,24 @@ class Speculator:
         length = len(sequence.token_ids)
         self._speculation(sequence).record(length, len(row.verify), num_accepted)
 
+    def _kept_slots(self, sequence: Sequence, num_proposals: int) -> tuple[int, ...]:
+        """Return the slots in which a sequence's row with proposals keeps states."""
+        if self._kept is None:
+            return ()
+        assert sequence.slot is not None
+        first = self._kept.first_slot + sequence.slot * self._config.num_speculative_tokens
+        return tuple(range(first, first + (num_proposals if self._kept.has_each else 1)))
+
+    def replays(self, row: ScheduledSequence, num_accepted: int) -> bool:
+        """Return True if a row's tokens run again, as far as they were accepted."""
+        is_refused = len(row.verify) > max(num_accepted, 0)
+        return self._kept is not None and not self._kept.has_each and is_refused
+
+    def take_back(self, sequence: Sequence, row: ScheduledSequence, num_accepted: int) -> None:
+        """Note where the state of a sequence is to be restored from, if it must be."""
+        if self._kept is not None and num_accepted < len(row.verify):
+            sequence.take_back(row, num_accepted, keeps_states=self._kept.has_each)
+
     def stats(self) -> SpeculationStats:
         """Return counts of what was proposed and accepted so far."""
         positions = range(self._config.num_speculative_tokens)
@@ -146,7 +193,7 @@ class Speculator:
     ) -> tuple[tuple[int, ...], int]:
         """Return the proposals that have room, after taking blocks for them."""
         size, held = self._kv.block_size, len(sequence.blocks.blocks)
-        first = sequence.num_computed + 1
+        first = sequence.num_computed + sequence.num_remaining
         fitting = proposals[: (held + max(spare, 0)) * size - first]
         if not self._kv.grow(sequence.blocks, first + len(fitting)):
             return (), 0
@@ -171,3 +218,16 @@ class Speculator:
         if sequence.speculation is None:
             sequence.speculation = Speculation(self._config)
         return sequence.speculation
+
+
+def take_copies(running: Iterable[Sequence]) -> dict[Sequence, tuple[int, int]]:
+    """Return the copies of states that take back refused proposals, for the next batch.
+
+    They must be in it whether their sequences are or not: kept states do not last longer.
+    """
+    copies: dict[Sequence, tuple[int, int]] = {}
+    for sequence in running:
+        if sequence.restored_from is not None and sequence.slot is not None:
+            copies[sequence] = sequence.restored_from, sequence.slot
+            sequence.restored_from = None
+    return copies

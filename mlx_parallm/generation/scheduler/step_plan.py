@@ -21,6 +21,7 @@ class StepPlan:
         has_new_products: whether products of inputs became ready in this plan.
         num_tokens: of each sequence, proposals not counted.
         proposals: guesses that are run after them.
+        kept_slots: the slots in which rows with proposals keep states.
         draft_ends: how many tokens a draft model is to have computed of each.
         awaited: sequences left out until their pending token is known.
         has_preempted: whether a sequence lost its blocks to a better one.
@@ -39,6 +40,7 @@ class StepPlan:
         self.has_new_products = False
         self.num_tokens: dict[Sequence, int] = {}
         self.proposals: dict[Sequence, tuple[int, ...]] = {}
+        self.kept_slots: dict[Sequence, tuple[int, ...]] = {}
         self.draft_ends: dict[Sequence, int] = {}
         self.awaited: frozenset[Sequence] = frozenset()
         self.has_preempted = False
@@ -50,8 +52,8 @@ class StepPlan:
 
     @property
     def is_decode(self) -> bool:
-        """Return True if no sequence runs more than one token so far, proposals aside."""
-        return all(count == 1 for count in self.num_tokens.values())
+        """Return True if only decode rows are planned so far."""
+        return all(sequence.is_decoding for sequence in self.num_tokens)
 
     def room(self, start: int = 0) -> int:
         """Return how many prompt tokens from position ``start`` on may still be added."""
@@ -75,9 +77,12 @@ class StepPlan:
         least = 0 if self.num_tokens else 1
         self.budget_left = max(self.budget_left - math.ceil(num_tokens), least)
 
-    def add_proposals(self, sequence: Sequence, proposals: tuple[int, ...]) -> None:
-        """Run proposals after the one token of a sequence."""
+    def add_proposals(
+        self, sequence: Sequence, proposals: tuple[int, ...], kept_slots: tuple[int, ...] = ()
+    ) -> None:
+        """Run proposals after the last token of a sequence, and keep states in these slots."""
         self.proposals[sequence] = proposals
+        self.kept_slots[sequence] = kept_slots
         self.budget_left -= len(proposals)
 
     def drop(self, sequence: Sequence) -> None:
@@ -90,5 +95,6 @@ class StepPlan:
         self.has_preempted = True
         self.budget_left += self.num_tokens.pop(sequence, 0)
         self.budget_left += len(self.proposals.pop(sequence, ()))
+        self.kept_slots.pop(sequence, None)
         self.block_copies.pop(sequence, None)
         self.state_copies.pop(sequence, None)

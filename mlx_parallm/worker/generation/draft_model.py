@@ -135,7 +135,7 @@ class DraftModel:
                 return columns
             self._finish(tokens)
             rows = [
-                drafted(sequence, sequence.start + 1 + index, (PENDING_TOKEN,))
+                drafted(sequence, _num_known(sequence) + index, (PENDING_TOKEN,))
                 for sequence in active
             ]
             logits = self._path.logits(rows, tokens[: len(active)], range(len(active)))
@@ -160,6 +160,11 @@ def drafted(
 ) -> ScheduledSequence:
     """Return tokens of a sequence for the draft model, which has no adapters."""
     return replace(sequence.with_span(start, token_ids), adapter_slot=0)
+
+
+def _num_known(sequence: ScheduledSequence) -> int:
+    """Return the position of a sequence's first proposal."""
+    return sequence.start + len(sequence.token_ids) - len(sequence.verify)
 
 
 def _spec(sequence: ScheduledSequence, index: int) -> SampleSpec:

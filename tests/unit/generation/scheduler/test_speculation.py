@@ -29,6 +29,7 @@ class Loop:
     """A scheduler for a model that says 1, 2, 3, 4, 1, 2, ... wherever it begins.
 
     A sequence whose prompt is a part of it copies; one whose prompt is other tokens never does.
+    ``keeps_states``: of a model with a state; None for one without.
     """
 
     def __init__(
@@ -37,12 +38,15 @@ class Loop:
         num_blocks: int = 64,
         runs_ahead: bool = False,
         limits: dict[str, int] | None = None,
+        keeps_states: bool | None = None,
         **speculative: Any,
     ) -> None:
         self.scheduler = Scheduler(
             SchedulerConfig(**(limits or {})),
-            KVCacheManager(num_blocks, 4, enable_prefix_caching=True),
+            KVCacheManager(num_blocks, 4, enable_prefix_caching=keeps_states is None),
             max_model_len=128,
+            has_state=keeps_states is not None,
+            keeps_states=bool(keeps_states),
             speculative=SpeculativeConfig(**speculative),
         )
         self.runs_ahead = runs_ahead
@@ -350,3 +354,119 @@ def test_a_draft_model_computes_no_prompt_for_few_tokens(monkeypatch: pytest.Mon
         loop = draft_loop()
         loop.add("a", LOOP * 3, max_tokens=max_tokens)
         assert [draft is not None for draft in drafts(loop.step())] == [worth]
+
+
+def refused(loop: Loop, num_accepted: int) -> ScheduledBatch:
+    """Run a step whose row has four proposals; the one after ``num_accepted`` is refused."""
+    batch = loop.scheduler.schedule()
+    assert batch is not None
+    [row] = batch.sequences
+    assert len(row.verify) == 4
+    chosen = [*row.proposals[:num_accepted], 77]
+    tokens = tuple(SampledToken(seq_id=row.seq_id, token_id=token) for token in chosen)
+    for update in loop.scheduler.update(batch, StepOutput(tokens=tokens)):
+        loop.hear(update)
+    return batch
+
+
+@pytest.mark.parametrize("num_accepted", range(4))
+def test_a_state_is_restored_from_what_was_kept_before_the_refused_proposal(
+    num_accepted: int,
+) -> None:
+    loop = Loop(keeps_states=True, num_speculative_tokens=4, limits={"max_num_seqs": 3})
+    loop.add("a", max_tokens=40)
+    loop.step()
+    [row] = refused(loop, num_accepted).sequences
+    # Slots 0 to 2 are those of sequences.
+    assert row.kept_slots == (3, 4, 5, 6)
+    batch = loop.scheduler.schedule()
+    assert batch is not None
+    assert batch.state_copies == ((row.kept_slots[num_accepted], row.slot),)
+    [after] = batch.sequences
+    assert after.start == row.start + 1 + num_accepted
+    assert after.token_ids[0] == 77
+
+
+def test_no_state_is_restored_where_all_proposals_are_accepted() -> None:
+    loop = Loop(keeps_states=True)
+    loop.add("a", max_tokens=40)
+    loop.step()
+    assert proposals(loop.step()) == [4]
+    batch = loop.step()
+    assert batch is not None
+    assert batch.state_copies == ()
+
+
+def test_accepted_tokens_run_again_where_only_the_state_before_is_kept() -> None:
+    loop = Loop(keeps_states=False, num_speculative_tokens=4, limits={"max_num_seqs": 3})
+    loop.add("a", max_tokens=40)
+    loop.step()
+    [row] = refused(loop, 2).sequences
+    assert row.kept_slots == (3,)
+    batch = loop.scheduler.schedule()
+    assert batch is not None
+    assert batch.state_copies == ((3, row.slot),)
+    [after] = batch.sequences
+    assert after.start == row.start
+    # Its last token then, two accepted ones, and what followed them; it is one row of decoding.
+    assert after.token_ids[:4] == (*row.token_ids[:3], 77)
+    assert after.sample is not None
+    assert after.sample.position == row.start + 4
+
+
+def test_rows_of_tokens_that_run_again_do_not_grow_without_end() -> None:
+    loop = Loop(keeps_states=False, num_speculative_tokens=4)
+    loop.add("a", max_tokens=100)
+    loop.step()
+    lengths = []
+    for _ in range(12):
+        batch = loop.scheduler.schedule()
+        assert batch is not None
+        [row] = batch.sequences
+        lengths.append(len(row.token_ids))
+        chosen = [*row.proposals[:2], LOOP[len(loop.outputs["a"]) % 4]]
+        chosen = chosen[: len(row.verify)] if row.verify else chosen[-1:]
+        if row.verify and chosen[-1] == row.proposals[len(chosen) - 1]:
+            chosen[-1] += 4
+        tokens = tuple(SampledToken(seq_id=row.seq_id, token_id=token) for token in chosen)
+        for update in loop.scheduler.update(batch, StepOutput(tokens=tokens)):
+            loop.hear(update)
+    assert max(lengths) <= 10
+
+
+def test_tokens_that_run_again_leave_each_decode_row_its_token() -> None:
+    loop = Loop(keeps_states=False, limits={"max_num_seqs": 4, "max_num_batched_tokens": 5})
+    names = "abcd"
+    for name in names:
+        loop.add(name, max_tokens=20)
+    for _ in range(60):
+        batch = loop.step()
+        assert batch is None or batch.num_tokens <= 5
+    loop.finish()
+    assert all(loop.outputs[name] == [LOOP[i % 4] for i in range(20)] for name in names)
+
+
+def test_a_step_that_fails_ends_requests_whose_state_it_was_to_restore() -> None:
+    """Check it where the sequence has no row in that step."""
+    loop = Loop(keeps_states=True, limits={"max_num_seqs": 2}, num_blocks=5)
+    loop.add("a", LOOP + LOOP[:1], max_tokens=12)
+    loop.add("b", (9,) * 3, max_tokens=9)
+    for _ in range(20):
+        batch = loop.scheduler.schedule()
+        assert batch is not None
+        restored = {target for _, target in batch.state_copies}
+        rows = {row.slot: row for row in batch.sequences}
+        if restored:
+            break
+        tokens = tuple(
+            SampledToken(seq_id=row.seq_id, token_id=88)
+            for row in batch.sequences
+            if row.sample is not None
+        )
+        for update in loop.scheduler.update(batch, StepOutput(tokens=tokens)):
+            loop.hear(update)
+    else:
+        raise AssertionError("nothing was refused")
+    updates = loop.scheduler.fail(batch, "raised")
+    assert {update.request_id for update in updates} >= {"a"}, rows
+    loop.scheduler.check_integrity()

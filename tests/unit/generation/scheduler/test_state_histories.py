@@ -22,13 +22,14 @@ from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.kv_cache.snapshots import StateSnapshots
+from mlx_parallm.generation.scheduler.sequence import Sequence as Sample
 from mlx_parallm.generation.scheduler.snapshotting import Snapshotter
 from mlx_parallm.types.content import block_hash
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
-from mlx_parallm.types.step import ScheduledBatch, StepOutput
+from mlx_parallm.types.step import ScheduledBatch, ScheduledSequence, StepOutput
 from tests.block_simulator import SimulatedRunner
 from tests.fakes import FakeStep
-from tests.unit.generation.scheduler.test_versions import TEXTS, Interleaving
+from tests.unit.generation.scheduler.test_versions import SPECULATIVE, TEXTS, Interleaving
 from tests.version_harness import DeviceError, VersionHarness
 
 # NUM_HISTORIES: random histories that must hold.
@@ -50,6 +51,8 @@ class StateHarness(VersionHarness):
         super().__init__(config, has_state=True, **options)
         self._random = randomness
         self._first_slot = config.max_num_seqs
+        snapshots = self.kv.snapshots
+        self._first_kept = self._first_slot + (snapshots.stats.num_slots if snapshots else 0)
         self.fails_wait = self.fails_row = self.has_bad_state = False
 
     @override
@@ -68,8 +71,13 @@ class StateHarness(VersionHarness):
     def _note_restores(self, batch: ScheduledBatch) -> None:
         slots = {row.slot: row for row in batch.sequences}
         for source, target in batch.state_copies[: batch.num_captures]:
-            assert source < self._first_slot <= target
+            assert self._first_slot <= target < self._first_kept
+            assert source < self._first_slot or source >= self._first_kept
         for source, target in batch.state_copies[batch.num_captures :]:
+            if source >= self._first_kept:
+                # What was refused is taken back, whether its sequence runs or not.
+                self.seen["taken back"] += 1
+                continue
             assert target in slots
             is_restored = source >= self._first_slot
             self.seen["restored"] += is_restored
@@ -110,6 +118,8 @@ class StateHistory(Interleaving):
             ),
             num_blocks=source.choice([12, 16, 20, 40]),
             num_snapshots=source.choice([1, 3, 16]),
+            keeps_states=source.random() < 0.5,
+            speculative=source.choice([None, *SPECULATIVE]),
             has_kv=source.random() < 0.6,
             runs_ahead=source.random() < 0.5,
             max_loaded=source.choice([2, 4]),
@@ -187,7 +197,15 @@ def run_histories(seeds: range) -> Counter[str]:
 def test_every_row_runs_on_the_state_after_the_tokens_before_it() -> None:
     seen = run_histories(range(NUM_HISTORIES))
     wanted = ["cached", "restored", "restored in a block", "captured", "evicted snapshot"]
-    wanted += ["preempted", "failed", "failed row", "bad state", "straddled", "scored"]
+    wanted += [
+        "taken back",
+        "preempted",
+        "failed",
+        "failed row",
+        "bad state",
+        "straddled",
+        "scored",
+    ]
     assert all(seen[case] >= 20 for case in wanted), seen
 
 
@@ -231,17 +249,17 @@ def early(self: SimulatedRunner, batch: ScheduledBatch, *args: Any) -> StepOutpu
     """Make snapshots of the states with which the step before began."""
     captures, others = split_copies(batch)
     states = BEFORE.get(self, self._states)
-    BEFORE[self] = [list(state) for state in self._states]
+    BEFORE[self] = {slot: list(state) for slot, state in self._states.items()}
     for source, target in captures:
         self._copy_states([(source, target)])
-        self._states[target] = list(states[source])
+        self._states[target] = list(states.get(source, ()))
     return RUN(self, replace(batch, state_copies=others), *args)
 
 
 def of_another_slot(self: SimulatedRunner, batch: ScheduledBatch, *args: Any) -> StepOutput:
     """Make snapshots of the slots behind those of the sequences."""
     captures, others = split_copies(batch)
-    wrong = tuple((source + 1, target) for source, target in captures)
+    wrong = tuple((source + (source + 1 in self._states), target) for source, target in captures)
     return RUN(self, replace(batch, state_copies=(*wrong, *others)), *args)
 
 
@@ -262,6 +280,14 @@ def kept_though_failed(self: Snapshotter, step_id: int) -> None:
     self.end(step_id, ())
 
 
+def a_proposal_late(
+    self: Sample, row: ScheduledSequence, num_accepted: int, **options: Any
+) -> None:
+    """Restore the state after the first refused proposal, if that is kept."""
+    later = min(num_accepted + 1, len(row.kept_slots) - 1)
+    TAKE_BACK(self, row, max(later, num_accepted), **options)
+
+
 def rootless(name: str) -> Callable[..., Any]:
     """Return a method of snapshots that ignores the root of contents."""
     original = getattr(StateSnapshots, name)
@@ -275,7 +301,8 @@ def rootless(name: str) -> Callable[..., Any]:
 
 Copies = tuple[tuple[int, int], ...]
 RUN, HOLD = SimulatedRunner.run, KVCacheManager._hold_snapshot
-BEFORE: WeakKeyDictionary[SimulatedRunner, list[list[int]]] = WeakKeyDictionary()
+BEFORE: WeakKeyDictionary[SimulatedRunner, dict[int, list[int]]] = WeakKeyDictionary()
+TAKE_BACK = Sample.take_back
 LOOKUPS = ("has", "hold", "forget", "commit")
 HASH_BYTES = len(block_hash(b"", (), b""))
 #: FAULTS, each in place of a method.
@@ -286,6 +313,8 @@ FAULTS: dict[str, tuple[type, dict[str, Any]]] = {
     "blocks without a snapshot": (KVCacheManager, {"_hold_snapshot": blocks_alone}),
     "of a failed step": (Snapshotter, {"fail": kept_though_failed}),
     "with a NaN": (Snapshotter, {"end": lambda self, step_id, _: END(self, step_id, ())}),
+    "after refused proposals": (Sample, {"take_back": lambda *_args, **_options: None}),
+    "after one refused proposal": (Sample, {"take_back": a_proposal_late}),
     "of other weights or another key": (StateSnapshots, {name: rootless(name) for name in LOOKUPS}),
 }
 END = Snapshotter.end

@@ -52,6 +52,7 @@ class Traffic(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.sampled_from([10, 14, 40]),
         has_state=st.booleans(),
+        keeps_states=st.booleans(),
         caching=st.booleans(),
         max_num_seqs=st.sampled_from([1, 3, 8]),
         budget=st.sampled_from([4, 9, 64]),
@@ -66,6 +67,7 @@ class Traffic(RuleBasedStateMachine):
         self,
         num_blocks: int,
         has_state: bool,
+        keeps_states: bool,
         caching: bool,
         max_num_seqs: int,
         budget: int,
@@ -81,7 +83,8 @@ class Traffic(RuleBasedStateMachine):
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
-            has_state=has_state and speculative is None,
+            has_state=has_state,
+            keeps_states=keeps_states,
             caching=caching,
             config=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
@@ -233,7 +236,8 @@ def _crowded_harness(randomness: Random) -> SchedulerHarness:
         num_blocks=randomness.choice([10, 13, 20]),
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,
-        has_state=speculative is None and randomness.random() < 0.3,
+        has_state=randomness.random() < 0.3,
+        keeps_states=randomness.random() < 0.5,
         caching=randomness.random() < 0.8,
         config=SchedulerConfig(
             max_num_seqs=randomness.choice([3, 6, 12]),
