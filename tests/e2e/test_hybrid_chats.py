@@ -53,6 +53,8 @@ CONVERSATIONS = {
     "next but one": [*ANSWERED, user("Open it."), assistant("It is open."), user("Thanks!")],
     "another chat": [SYSTEM, user("Who are you?")],
     "edited": [*ANSWERED, user("Close it, and tell me about it.")],
+    "short": [user("Hi")],
+    "short, next turn": [user("Hi"), assistant("Ho"), user("Bye")],
 }
 
 
@@ -126,7 +128,9 @@ def test_turns_find_the_states_of_earlier_ones(client: openai.OpenAI, url: str) 
         text, cached[name] = chats.ask(messages)
         assert cached[name] == expected, name
         assert chats.ask(messages, salt=name) == (text, 0), name
-    assert cached.pop("first") == 0
+    assert [name for name, count in cached.items() if not count] == ["first", "short"]
+    assert cached.pop("short, next turn") == BLOCK
+    del cached["first"], cached["short"]
     assert min(cached.values()) > len(SYSTEM["content"]) - BLOCK
 
 
@@ -143,6 +147,18 @@ def test_responses_find_them_too(client: openai.OpenAI) -> None:
 
 def said(text: str) -> Message:
     return {"role": "assistant", "content": text}
+
+
+def test_a_beginning_sent_alone_is_found_by_texts_that_go_on(
+    client: openai.OpenAI,
+) -> None:
+    beginning = "These are examples. " * 10
+    cached: list[int | None] = []
+    for prompt in (beginning, f"{beginning}{'a' * 40}", f"{beginning}{'b' * 40}"):
+        answer = client.completions.create(model="hybrid", prompt=prompt, max_tokens=1)
+        details = answer.usage and answer.usage.prompt_tokens_details
+        cached.append(details and details.cached_tokens)
+    assert cached == [0, *2 * [(len(beginning) - 1) // BLOCK * BLOCK]]
 
 
 @pytest.mark.slow
