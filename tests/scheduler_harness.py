@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
@@ -64,6 +65,19 @@ def make_kv(
     )
 
 
+def evict(kv: KVCacheManager, num_blocks: int, num_snapshots: int) -> None:
+    """Evict the least recently used blocks and snapshots, at most so many that are not held."""
+    with ExitStack() as blocks:
+        for _ in range(num_blocks):
+            blocks.enter_context(kv.borrowed_block())
+    snapshots = kv.snapshots
+    if snapshots is not None:
+        reserved = [snapshots.reserve() for _ in range(num_snapshots)]
+        for slot in reserved:
+            if slot is not None:
+                snapshots.cancel(slot)
+
+
 class SchedulerHarness:
     """A scheduler, its runner and the requests given to it.
 
@@ -121,17 +135,18 @@ class SchedulerHarness:
         self.weights = PolicyWeights(
             BaseWeights(lasting=PendingContent(lasting), identity="identity")
         )
+        self.kv = make_kv(
+            num_blocks,
+            block_size,
+            caching=caching,
+            tiers=self.tiers,
+            num_seqs=self.config.max_num_seqs,
+            num_snapshots=num_snapshots if has_state else None,
+            has_kv=has_kv,
+        )
         self.scheduler = Scheduler(
             self.config,
-            make_kv(
-                num_blocks,
-                block_size,
-                caching=caching,
-                tiers=self.tiers,
-                num_seqs=self.config.max_num_seqs,
-                num_snapshots=num_snapshots if has_state else None,
-                has_kv=has_kv,
-            ),
+            self.kv,
             max_model_len=max_model_len,
             has_state=has_state,
             keeps_states=keeps_states,
@@ -185,28 +200,40 @@ class SchedulerHarness:
             self._check_batch(batch)
         return batch
 
-    def step(self, *, raises: bool = False, fail_rows: int = 0) -> ScheduledBatch | None:
+    def step(
+        self, *, raises: bool = False, fail_rows: int = 0, spoils: bool = False
+    ) -> ScheduledBatch | None:
         """Run one step: whole, raising, or with its first ``fail_rows`` sequences failed.
 
-        The batch that was begun or, if there is none, ended.
+        ``spoils``: the snapshots that it makes have a NaN. The batch that was begun or, if there is
+        none, ended.
         """
         batch = self.schedule()
         if batch is not None:
-            self.run(batch, raises=raises, fail_rows=fail_rows)
+            self.run(batch, raises=raises, fail_rows=fail_rows, spoils=spoils)
         elif self._in_flight is not None:
             batch = self._in_flight[0]
             self._take_in(None)
         self.scheduler.check_integrity()
         return batch
 
-    def run(self, batch: ScheduledBatch, *, raises: bool = False, fail_rows: int = 0) -> None:
+    def run(
+        self,
+        batch: ScheduledBatch,
+        *,
+        raises: bool = False,
+        fail_rows: int = 0,
+        spoils: bool = False,
+    ) -> None:
         """Run a batch, and take in what it or, when running ahead, the one before gave."""
         output = None
         if raises:
             self._runner.corrupt(batch)
         else:
             failed = frozenset(row.seq_id for row in batch.sequences[:fail_rows])
-            output = self._runner.run(batch, failed)
+            captures = batch.state_copies[: batch.num_captures] if spoils else ()
+            bad_slots = frozenset(target for _, target in captures)
+            output = self._runner.run(batch, failed, bad_slots)
         self._take_in((batch, output))
 
     def _take_in(self, begun: tuple[ScheduledBatch, StepOutput | None] | None) -> None:

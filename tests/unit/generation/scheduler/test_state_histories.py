@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -29,6 +28,7 @@ from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.step import ScheduledBatch, ScheduledSequence, StepOutput
 from tests.block_simulator import SimulatedRunner
 from tests.fakes import FakeStep
+from tests.scheduler_harness import evict
 from tests.unit.generation.scheduler.test_versions import SPECULATIVE, TEXTS, Interleaving
 from tests.version_harness import DeviceError, VersionHarness
 
@@ -149,19 +149,10 @@ class StateHistory(Interleaving):
         return request
 
     def evict_blocks(self) -> None:
-        """Evict the least recently used blocks, however many are cached."""
-        with ExitStack() as blocks:
-            for _ in range(self.random.randint(0, self.harness.kv.num_free)):
-                blocks.enter_context(self.harness.kv.borrowed_block())
+        evict(self.harness.kv, self.random.randint(0, self.harness.kv.num_free), 0)
 
     def evict_snapshots(self) -> None:
-        """Evict the least recently used snapshots."""
-        snapshots = self.harness.kv.snapshots
-        assert snapshots is not None
-        reserved = [snapshots.reserve() for _ in range(self.random.randint(1, 4))]
-        for slot in reserved:
-            if slot is not None:
-                snapshots.cancel(slot)
+        evict(self.harness.kv, 0, self.random.randint(1, 4))
 
     def fail_wait(self) -> None:
         self.harness.fails_wait = True

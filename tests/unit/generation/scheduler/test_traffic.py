@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from tests.dict_store import DictStore
-from tests.scheduler_harness import SchedulerHarness
+from tests.scheduler_harness import SchedulerHarness, evict
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +61,8 @@ class Traffic(RuleBasedStateMachine):
         runs_ahead=st.booleans(),
         speculative=st.sampled_from([None, *SPECULATIVE]),
         num_stores=st.sampled_from([0, 1, 1, 2]),
+        num_snapshots=st.sampled_from([1, 3, 8]),
+        has_kv=st.sampled_from([True, True, False]),
         holds_back=st.booleans(),
     )
     def start(
@@ -76,6 +78,8 @@ class Traffic(RuleBasedStateMachine):
         runs_ahead: bool,
         speculative: SpeculativeConfig | None,
         num_stores: int,
+        num_snapshots: int,
+        has_kv: bool,
         holds_back: bool,
     ) -> None:
         self.stores = [DictStore(holds_back=holds_back) for _ in range(num_stores)]
@@ -85,6 +89,8 @@ class Traffic(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             has_state=has_state,
             keeps_states=keeps_states,
+            num_snapshots=num_snapshots,
+            has_kv=has_kv or not has_state,
             caching=caching,
             config=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
@@ -106,6 +112,7 @@ class Traffic(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         client=st.sampled_from(["a", "b"]),
         salt=st.sampled_from([None, None, "salt"]),
+        turn_start=st.sampled_from([None, 0, 7, 12, 29]),
     )
     def add(
         self,
@@ -115,6 +122,7 @@ class Traffic(RuleBasedStateMachine):
         priority: int,
         client: str,
         salt: str | None,
+        turn_start: int | None,
     ) -> None:
         request = GenerateRequest(
             request_id=str(self.num_requests),
@@ -124,6 +132,7 @@ class Traffic(RuleBasedStateMachine):
             priority=priority,
             client=client,
             cache_salt=salt,
+            turn_start=None if turn_start is None else min(turn_start, length),
         )
         self.num_requests += 1
         self.harness.add(request, seed=self.num_requests % 3)
@@ -140,6 +149,14 @@ class Traffic(RuleBasedStateMachine):
     @rule(count=st.integers(1, 2))
     def step_with_failed_rows(self, count: int) -> None:
         self.harness.step(fail_rows=count)
+
+    @rule()
+    def step_whose_snapshots_have_a_nan(self) -> None:
+        self.harness.step(spoils=True)
+
+    @rule(num_blocks=st.integers(0, 12), num_snapshots=st.integers(0, 4))
+    def evict(self, num_blocks: int, num_snapshots: int) -> None:
+        evict(self.harness.kv, num_blocks, num_snapshots)
 
     @precondition(lambda self: bool(self.harness.tracked))
     @rule(data=st.data(), within_step=st.booleans())
