@@ -50,11 +50,14 @@ class Kind:
     weights: str | None
     dtype: str
     block_size: int
+    has_state: bool
 
     @property
     def owner(self) -> str:
         """Stands in for the digest of an ``Identity``."""
-        return hashlib.sha256(f"{self.dtype} {self.block_size}".encode()).hexdigest()
+        return hashlib.sha256(
+            f"{self.dtype} {self.block_size} {self.has_state}".encode()
+        ).hexdigest()
 
     @property
     def mark(self) -> str:
@@ -80,8 +83,10 @@ class MarkingRunner(InputRunner):
         return contents
 
     def _move(self, batch: ScheduledBatch) -> tuple[tuple[bytes, bytes], ...]:
-        for block, _ in batch.moves.saved:
-            (mark,) = set(self._block_contents[block])
+        saved = [self._block_contents[block] for block, _ in batch.moves.saved]
+        saved += [[*self._state_contents[slot]] for slot, _ in batch.moves.saved_states]
+        for marks in saved:
+            (mark,) = set(marks)
             assert not mark.startswith(OPAQUE), "KV was saved that no digest names"
         return super()._move(batch)
 
@@ -95,6 +100,7 @@ class MixedHarness(InputHarness):
         super().__init__(
             num_blocks=source.choice([80, 160]) // kind.block_size,
             budget=source.choice([9, 16, 64]),
+            has_state=kind.has_state,
             runs_ahead=source.random() < 0.5,
             stores=stores,
             block_size=kind.block_size,
@@ -217,7 +223,12 @@ class Mix:
         self.disk = Disk(folder)
         self.limit = source.choice([8_000, 40_000, 1 << 20])
         self.kinds = [
-            Kind(source.choice(["w1", "w1", "w2", None]), source.choice(["f32", "int8"]), size)
+            Kind(
+                weights=source.choice(["w1", "w1", "w2", None]),
+                dtype=source.choice(["f32", "int8"]),
+                block_size=size,
+                has_state=source.random() < 0.5,
+            )
             for size in source.choices([4, 4, 8], k=2)
         ]
         self.wanted = [Wanted.random(source)]
