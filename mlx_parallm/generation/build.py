@@ -25,8 +25,7 @@ from mlx_parallm.generation.kind import GenerationKind
 from mlx_parallm.generation.kv_cache.budget import KVShare, report_cut, share_budget
 from mlx_parallm.generation.kv_cache.disk.folder import check_kv_folder
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
-from mlx_parallm.generation.kv_cache.opening import open_tiers
-from mlx_parallm.generation.kv_cache.snapshots import StateSnapshots
+from mlx_parallm.generation.kv_cache.opening import make_snapshots, open_tiers
 from mlx_parallm.generation.kv_cache.tiers import Tiers
 from mlx_parallm.generation.kv_memory import free_bytes, kv_budget
 from mlx_parallm.generation.metrics import EngineMetrics, GenerationFamilies
@@ -50,7 +49,6 @@ from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.request import BaseWeights
 from mlx_parallm.types.step import KVPlan, RunnerInfo
 from mlx_parallm.types.work import StateCache
-from mlx_parallm.units import readable_bytes
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.load.loading import GenerationLoader
@@ -370,29 +368,6 @@ def _state_cache(
     )
 
 
-def _snapshots(
-    loaded: _Loaded, share: KVShare, info: RunnerInfo, settings: EngineConfig
-) -> StateSnapshots | None:
-    """Return what keeps the states after prefixes; None without a state, or if none are kept."""
-    if not info.has_state or not settings.cache.enable_prefix_caching:
-        return None
-    if not info.state_bytes:
-        logger.warning(
-            "%s: prefixes are not reused, because its state is in caches of an unknown kind (%s)",
-            *(loaded.name, info.path),
-        )
-        return None
-    if not share.num_snapshots:
-        logger.warning(
-            "%s: prefixes are not reused, because the memory for states "
-            "(--state-cache-memory) does not hold one of %s",
-            *(loaded.name, readable_bytes(info.state_bytes)),
-        )
-        return None
-    first = settings.scheduler.max_num_seqs
-    return StateSnapshots(first, share.num_snapshots, info.state_bytes)
-
-
 def _engine(
     loaded: _Loaded,
     share: KVShare,
@@ -402,7 +377,7 @@ def _engine(
     context: BuildContext,
 ) -> GenerationEngine:
     settings, info, name = context.settings, runner.info, loaded.name
-    snapshots = _snapshots(loaded, share, info, settings)
+    snapshots = make_snapshots(share, info, settings.cache, settings.scheduler.max_num_seqs)
     has_prefix_cache = settings.cache.enable_prefix_caching and (
         not info.has_state or snapshots is not None
     )

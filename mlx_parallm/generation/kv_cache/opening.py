@@ -1,13 +1,21 @@
-"""Opens the stores that the settings name, for one model."""
+"""Makes the places for prefixes that the settings name, for one model."""
 
 from __future__ import annotations
 
+import logging
+
 from mlx_parallm.config import CacheConfig
+from mlx_parallm.generation.kv_cache.budget import KVShare
 from mlx_parallm.generation.kv_cache.disk.store import DiskStore
 from mlx_parallm.generation.kv_cache.host_store import HostStore
+from mlx_parallm.generation.kv_cache.snapshots import StateSnapshots
 from mlx_parallm.generation.kv_cache.stores import BlockStore
 from mlx_parallm.generation.kv_cache.tiers import Tiers
 from mlx_parallm.types.content import PendingContent
+from mlx_parallm.types.step import RunnerInfo
+from mlx_parallm.units import readable_bytes
+
+logger = logging.getLogger(__name__)
 
 
 def open_tiers(
@@ -46,3 +54,26 @@ def open_tiers(
         draft=draft,
         runs_ahead=runs_ahead,
     )
+
+
+def make_snapshots(
+    share: KVShare, info: RunnerInfo, cache: CacheConfig, num_seqs: int
+) -> StateSnapshots | None:
+    """Return what keeps a model's states after prefixes; None without a state, or to keep none.
+
+    Args:
+        share: the model's share of the KV memory.
+        info: facts about the model.
+        cache: the settings.
+        num_seqs: the most running sequences, whose slots come before those of snapshots.
+    """
+    if not info.has_state or not cache.enable_prefix_caching:
+        return None
+    if info.state_bytes and share.num_snapshots:
+        return StateSnapshots(num_seqs, share.num_snapshots, info.state_bytes)
+    reason = f"its state is in caches of an unknown kind (path {info.path})"
+    if info.state_bytes:
+        size = readable_bytes(info.state_bytes)
+        reason = f"the memory for states (--state-cache-memory) does not hold one of {size}"
+    logger.warning("%s: no prefix is reused, because %s", share.name, reason)
+    return None

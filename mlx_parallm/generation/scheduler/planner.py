@@ -131,7 +131,7 @@ class Planner:
             return
         needed = sum(self._kv.blocks_for(len(sequence.token_ids)) for sequence in owed)
         for victim in self._shares.overdrawn():
-            if self._running.num_free_slots >= len(owed) and self._count_spare() >= needed:
+            if self._running.num_free_slots >= len(owed) and self._running.count_spare() >= needed:
                 return
             self._send_back(victim, leaves_state=True)
             self._waiting.put_back(victim)
@@ -162,7 +162,9 @@ class Planner:
                 plan.add(sequence, count)
                 spare -= count - 1
         if self._speculator is not None:
-            self._speculator.propose(plan, len(plan.awaited) + num_verifying, self._count_spare)
+            self._speculator.propose(
+                plan, len(plan.awaited) + num_verifying, self._running.count_spare
+            )
         return False
 
     def _may_run(self, sequence: Sequence) -> bool:
@@ -279,7 +281,7 @@ class Planner:
         if not plan.has_streams or self.cost is None:
             return StageAllowance(min(most, plan.budget_left), most, is_whole=True)
         if self._bound_s:
-            seconds = self._bound_s - self.cost.predict(_work_of(plan))
+            seconds = self._bound_s - self.cost.predict(plan.work)
             if self._has_prompts():
                 seconds *= STAGES_SHARE
         else:
@@ -301,7 +303,7 @@ class Planner:
         stages_s = 0.0
         if plan.stages is not None:
             stages_s = self.stage_cost.predict(plan.stages.taken, plan.stages.begun)
-        return PrefillAllowance(self.cost, _work_of(plan), self._bound_s - stages_s)
+        return PrefillAllowance(self.cost, plan.work, self._bound_s - stages_s)
 
     def _chunk(self, plan: StepPlan, prefilling: list[Sequence]) -> int:
         """Return a prompt's first chunk: a share of the budget, or of what fits the time bound."""
@@ -392,7 +394,7 @@ class Planner:
 
         Blocks that running prompts still need are not available to it.
         """
-        available = self._count_spare()
+        available = self._running.count_spare()
         if available <= sequence.blocked_at:
             return False
         sequence.group.refresh_weights()
@@ -414,7 +416,7 @@ class Planner:
             self._kv.free(table, is_saved=False)
             return False
         missing = self._kv.blocks_for(len(sequence.token_ids)) - len(table.blocks)
-        if missing > self._count_spare():
+        if missing > self._running.count_spare():
             self._kv.free(table, is_saved=False)
             sequence.blocked_at = available
             return False
@@ -437,14 +439,6 @@ class Planner:
             lasting_salt=None if tiers is None else tiers.salt(group.lasting_salt),
             tail=sequence.tail,
         )
-
-    def _count_spare(self) -> int:
-        """Return the number of free blocks that running prompts do not still need."""
-        missing = (
-            self._kv.blocks_for(len(sequence.token_ids)) - len(sequence.blocks.blocks)
-            for sequence in self._running
-        )
-        return self._kv.num_free - sum(max(count, 0) for count in missing)
 
     def _count_prefix(self, sequence: Sequence, *, use_cache: bool) -> None:
         if use_cache and self._kv.enable_prefix_caching and not sequence.output_ids:
@@ -504,11 +498,3 @@ class Planner:
             more = self._runnable(sequence, min(sequence.num_schedulable - planned, room), plan)
             if more > 0 and self._kv.grow(sequence.blocks, sequence.num_computed + planned + more):
                 plan.add(sequence, more)
-
-
-def _work_of(plan: StepPlan) -> StepWork:
-    """Return the work of the rows planned so far."""
-    return StepWork.of(
-        (sequence.num_computed, count + len(plan.proposals.get(sequence, ())))
-        for sequence, count in plan.num_tokens.items()
-    )

@@ -153,6 +153,14 @@ class RunningSet:
         """Return the clients with running sequences."""
         return self._per_client.keys()
 
+    def count_spare(self) -> int:
+        """Return the number of free blocks that running prompts do not still need."""
+        missing = (
+            self._kv.blocks_for(len(sequence.token_ids)) - len(sequence.blocks.blocks)
+            for sequence in self._sequences
+        )
+        return self._kv.num_free - sum(max(count, 0) for count in missing)
+
     def count_of(self, client: str) -> int:
         """Return how many sequences of a client run."""
         return self._per_client.get(client, 0)

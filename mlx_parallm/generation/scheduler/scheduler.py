@@ -266,14 +266,9 @@ class Scheduler:
             plan.num_tokens.items(), key=lambda row: row[1] > 1 or row[0] in plan.proposals
         )
         step_id = next(self._steps)
-        captures = self._snapshotter.take_copies(step_id) if plan.num_tokens else []
+        captures = self._snapshotter.take_copies(plan, step_id)
         taken_back = take_copies(self._running) if plan.num_tokens else {}
         self._snapshotter.note(plan, step_id)
-        restores = [
-            (self._kv.take_snapshot(sequence.blocks), sequence.slot)
-            for sequence in plan.num_tokens
-            if sequence.blocks.snapshot is not None and sequence.slot is not None
-        ]
         ended, self._ended = tuple(self._ended), []
         self._in_flight[step_id] = {
             sequence.seq_id: RowInFlight(sequence.group, sequence.blocks, sequence.content)
@@ -281,17 +276,14 @@ class Scheduler:
         }
         return ScheduledBatch(
             step_id=step_id,
-            sequences=tuple(
-                sequence.schedule(
-                    tokens,
-                    plan.proposals.get(sequence, ()),
-                    plan.draft_ends.get(sequence),
-                    plan.kept_slots.get(sequence, ()),
-                )
-                for sequence, tokens in rows
-            ),
+            sequences=tuple(_row(sequence, tokens, plan) for sequence, tokens in rows),
             block_copies=tuple(plan.block_copies.values()),
-            state_copies=(*captures, *taken_back.values(), *restores, *plan.state_copies.values()),
+            state_copies=(
+                *captures,
+                *taken_back.values(),
+                *self._snapshotter.take_restores(plan),
+                *plan.state_copies.values(),
+            ),
             num_captures=len(captures),
             ended=ended,
             adapters={
@@ -453,7 +445,7 @@ class Scheduler:
             index=sequence.index,
             token=token,
             finish_reason=reason,
-            stop_reason=None if reason is None else _stop_reason(sequence, token, reason),
+            stop_reason=sequence.stop_reason(token, reason),
             prompt=None if sequence.group.is_reported else sequence.group.take_prompt_event(),
             version=row.version,
         )
@@ -491,10 +483,10 @@ class Scheduler:
             self._ended.append(sequence.seq_id)
 
 
-def _stop_reason(
-    sequence: Sequence, token: SampledToken | None, reason: FinishReason
-) -> int | None:
-    """Return the caller's stop token that ended the sample; None for the model's own end."""
-    if reason is not FinishReason.STOP or token is None or token.token_id in sequence.group.end_ids:
-        return None
-    return token.token_id
+def _row(sequence: Sequence, num_tokens: int, plan: StepPlan) -> ScheduledSequence:
+    return sequence.schedule(
+        num_tokens,
+        plan.proposals.get(sequence, ()),
+        plan.draft_ends.get(sequence),
+        plan.kept_slots.get(sequence, ()),
+    )

@@ -396,6 +396,12 @@ class Sequence:
             return FinishReason.LENGTH
         return None
 
+    def stop_reason(self, token: SampledToken | None, reason: FinishReason | None) -> int | None:
+        """Return the caller's stop token that ended the sample; None for the model's own end."""
+        if reason is not FinishReason.STOP or token is None or token.token_id in self.group.end_ids:
+            return None
+        return token.token_id
+
     def _sample_spec(self, end: int, proposals: tuple[int, ...] = ()) -> SampleSpec:
         """Return the sampler's input for the token after the first ``end`` tokens and proposals."""
         params = self.request.params

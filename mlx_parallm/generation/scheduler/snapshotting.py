@@ -182,13 +182,21 @@ class Snapshotter:
         capture.content = tail.content
         return None if tail.is_whole else tail
 
-    def take_copies(self, step_id: int) -> list[tuple[int, int]]:
-        """Return the copies that make snapshots, for the step that is being scheduled."""
-        if not self._due:
+    def take_copies(self, plan: StepPlan, step_id: int) -> list[tuple[int, int]]:
+        """Return the copies that make snapshots, before the rows of a planned step."""
+        if not (self._due and plan.num_tokens):
             return []
         due = self._begun[step_id] = self._due
         self._due = []
         return [(capture.source, capture.target) for capture in due]
+
+    def take_restores(self, plan: StepPlan) -> list[tuple[int, int]]:
+        """Return the copies that give sequences, before their first rows, the states found."""
+        return [
+            (self._kv.take_snapshot(sequence.blocks), sequence.slot)
+            for sequence in plan.num_tokens
+            if sequence.blocks.snapshot is not None and sequence.slot is not None
+        ]
 
     def resolve(self, sequence: Sequence, num_tokens: int) -> None:
         """Note the content of a prefix that a step has computed, once its blocks have theirs."""

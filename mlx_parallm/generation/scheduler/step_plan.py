@@ -6,7 +6,7 @@ import math
 
 from mlx_parallm.generation.inputs.runs import StageAllowance
 from mlx_parallm.generation.scheduler.sequence import Sequence
-from mlx_parallm.generation.scheduler.step_cost import PrefillAllowance
+from mlx_parallm.generation.scheduler.step_cost import PrefillAllowance, StepWork
 from mlx_parallm.types.content import Buffer
 
 
@@ -54,6 +54,14 @@ class StepPlan:
     def is_decode(self) -> bool:
         """Return True if only decode rows are planned so far."""
         return all(sequence.is_decoding for sequence in self.num_tokens)
+
+    @property
+    def work(self) -> StepWork:
+        """Return the work of the rows so far."""
+        return StepWork.of(
+            (sequence.num_computed, count + len(self.proposals.get(sequence, ())))
+            for sequence, count in self.num_tokens.items()
+        )
 
     def room(self, start: int = 0) -> int:
         """Return how many prompt tokens from position ``start`` on may still be added."""
