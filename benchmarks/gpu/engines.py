@@ -203,7 +203,15 @@ def make_engine(
     num_blocks = plan.wanted_blocks if kv_tokens is None else -(-kv_tokens // plan.block_size)
     drafting = None if draft is None else _draft_model(draft, cache, num_blocks)
     runner = make_runner(
-        loaded, layouts, plan, num_blocks, backend, drafting, grammars=grammars, tracer=tracer
+        loaded,
+        layouts,
+        plan,
+        num_blocks,
+        backend,
+        drafting,
+        grammars=grammars,
+        speculates=speculative is not None,
+        tracer=tracer,
     )[0]
     info = runner.info
     tiers = None
@@ -226,6 +234,7 @@ def make_engine(
         kv,
         max_model_len=info.max_model_len,
         has_state=info.has_state,
+        keeps_states=info.keeps_states,
         speculative=speculative_for(speculative, info, "bench"),
     )
     steps = None
