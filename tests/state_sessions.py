@@ -13,7 +13,7 @@ import numpy as np
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
-from mlx_parallm.config import CacheConfig, SchedulerConfig
+from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.request import (
     BaseWeights,
@@ -87,8 +87,8 @@ class Ask:
 class StateModel:
     """A runner of a tiny model, whose weights have numbered versions, and an adapter."""
 
-    def __init__(self, architecture: str, backend: str) -> None:
-        self.runner = _new_runner(architecture, backend)
+    def __init__(self, architecture: str, backend: str, *, speculates: bool) -> None:
+        self.runner = _new_runner(architecture, backend, speculates=speculates)
         self.base = BaseWeights()
         version = WeightsVersion(content="adapter", label="adapter")
         self.adapted = PolicyWeights(base=self.base, adapter=version)
@@ -135,7 +135,7 @@ def adapter_of(model: Any) -> AdapterWeights:
     return AdapterWeights(modules)
 
 
-def _new_runner(architecture: str, backend: str) -> ModelRunner:
+def _new_runner(architecture: str, backend: str, *, speculates: bool) -> ModelRunner:
     config = config_of(architecture)
     loaded = LoadedModel(build(config), config, Path(architecture), "float32", 0)
     layouts = probe_layout(loaded.model)
@@ -148,14 +148,13 @@ def _new_runner(architecture: str, backend: str) -> ModelRunner:
         NUM_BLOCKS,
         attention,
     )
-    return make_runner(loaded, layouts, plan, NUM_BLOCKS, attention)[0]
+    return make_runner(loaded, layouts, plan, NUM_BLOCKS, attention, speculates=speculates)[0]
 
 
 @cache
 def model_of(architecture: str, role: str, backend: str) -> StateModel:
-    """Return a model; those of each role have pools and states of their own."""
-    del role
-    return StateModel(architecture, backend)
+    """Return a model; those of each role ("speculating" and others) have pools of their own."""
+    return StateModel(architecture, backend, speculates=role == "speculating")
 
 
 class StateSession(Session):
@@ -175,6 +174,7 @@ class StateSession(Session):
         num_snapshots: int = 8,
         budget: int = 24,
         snapshot_tokens: int = 16,
+        speculative: SpeculativeConfig | None = None,
         **scheduling: Any,
     ) -> None:
         super().__init__(model.runner)
@@ -196,7 +196,9 @@ class StateSession(Session):
             self.kv,
             max_model_len=info.max_model_len,
             has_state=info.has_state,
+            keeps_states=info.keeps_states,
             snapshot_tokens=snapshot_tokens,
+            speculative=speculative,
         )
         self._schedule = self.scheduler.schedule
         self.scheduler.schedule = self._counted

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.states import listed
+from mlx_parallm.config import SpeculativeConfig
 from tests.state_sessions import (
     Ask,
     StateModel,
@@ -33,6 +34,7 @@ every = pytest.mark.parametrize("name", ARCHITECTURES)
 #: SYSTEM prompt of whole blocks, and what follows it.
 SYSTEM, FIRST, SECOND = tokens_from(1, 32), tokens_from(2, 9), tokens_from(3, 11)
 PROMPT = tokens_from(4, 37)
+NGRAM = SpeculativeConfig(num_speculative_tokens=3, prompt_lookup_min=1, disable_by_batch_size=8)
 SAMPLED = {"temperature": 1.0, "n": 2}
 
 
@@ -152,6 +154,20 @@ def assert_preempted(name: str, asks: dict[str, Ask], **settings: int) -> None:
         for request_id, ask in asks.items():
             assert session.answer(request_id).is_like(cold(name, ask))
     assert run[True] < run[False]
+
+
+@every
+def test_proposals_behind_what_was_found(name: str) -> None:
+    session = StateSession(model_of(name, "speculating", "reference"), speculative=NGRAM)
+    # Answers of two tokens often repeat themselves, and hot ones not always.
+    params = {"max_tokens": 24, "temperature": 5.0, "allowed_token_ids": (7, 11)}
+    asks = [Ask((*PROMPT, *PROMPT[:9]), params, seed=seed) for seed in range(3)]
+    answers = [session.ask(ask) for ask in asks]
+    assert [answer.cached for answer in answers] == [0, 44, 44]
+    for ask, answer in zip(asks, answers, strict=True):
+        assert answer.is_like(cold(name, ask))
+    stats = session.scheduler.stats().speculation
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
 @every
