@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from mlx_parallm.engine.parallel.router import Router
-from mlx_parallm.types.work import Ends, RequestWork, StateCache
+from mlx_parallm.types.work import LEAST_SHARED, Ends, RequestWork, StateCache
 
 # BLOCK: tokens of a block of the simulated prefix cache.
 BLOCK = 16
@@ -183,7 +183,10 @@ class SimEngine:
             return None
         self._queues[client].popleft()
         self._queues[client] = self._queues.pop(client)
-        request.cached = min(self._match(request.prompt), len(request.prompt) - 1)
+        num_matched, num_found = self._match(request.prompt)
+        if request.turn_start is None:
+            request.turn_start = num_matched if num_matched - num_found >= LEAST_SHARED else 0
+        request.cached = min(num_found, len(request.prompt) - 1)
         left = len(request.prompt) - request.cached
         running = _Running(request, left, outputs=list(request.outputs))
         self._running[request.name] = running
@@ -199,18 +202,19 @@ class SimEngine:
             del self._running[name]
         return events
 
-    def _match(self, prompt: tuple[int, ...]) -> int:
+    def _match(self, prompt: tuple[int, ...]) -> tuple[int, int]:
+        """Return how many tokens of a prompt have blocks, and how many are found."""
         count = 0
         while (end := (count + 1) * BLOCK) <= len(prompt) and prompt[:end] in self._blocks:
             self._blocks.move_to_end(prompt[:end])
             count += 1
         if self._num_states is None:
-            return count * BLOCK
+            return count * BLOCK, count * BLOCK
         ends = range(count * BLOCK, 0, -BLOCK)
         end = next((end for end in ends if prompt[:end] in self._states), 0)
         if end:
             self._states.move_to_end(prompt[:end])
-        return end
+        return count * BLOCK, end
 
     def _keep(self, prompt: tuple[int, ...]) -> None:
         for end in range(len(prompt) // BLOCK * BLOCK, 0, -BLOCK):

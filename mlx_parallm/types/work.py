@@ -29,6 +29,9 @@ class CacheScope:
 
 
 EVERYBODY = CacheScope()
+#: ``LEAST_SHARED``: tokens that two prompts without turns must share, behind the last state, for
+#: which a state is kept where they part. To keep it takes a step of its own.
+LEAST_SHARED = 512
 
 
 class Ends(IntEnum):
@@ -46,7 +49,7 @@ class StateCache:
     Attributes:
         num_states: the most that it keeps.
         interval: tokens between them within a prompt; it also keeps those at the end of the prompt
-            and at ``RequestWork.turn_start``.
+            and at ``RequestWork.turn_start``, or where it parts from an earlier one.
         needs_blocks: False if the state is all that the model keeps of a prefix.
     """
 

@@ -149,20 +149,29 @@ def said(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def test_a_beginning_sent_alone_is_found_by_texts_that_go_on(
+def test_a_beginning_that_texts_share_is_found_once_two_have_shown_it(
     client: openai.OpenAI,
 ) -> None:
-    beginning = "These are examples. " * 10
-    cached: list[int | None] = []
-    for prompt in (beginning, f"{beginning}{'a' * 40}", f"{beginning}{'b' * 40}"):
-        answer = client.completions.create(model="hybrid", prompt=prompt, max_tokens=1)
-        details = answer.usage and answer.usage.prompt_tokens_details
-        cached.append(details and details.cached_tokens)
+    beginning = "These are examples. " * 30
+    num_shared = len(beginning) // BLOCK * BLOCK
+    cached = [complete(client, beginning + letter * 40) for letter in "abcd"]
+    assert cached == [0, 0, num_shared, num_shared]
+    # It may be sent alone before.
+    beginning = beginning.upper()
+    cached = [complete(client, beginning + letter * 40) for letter in ("", "a", "b")]
     assert cached == [0, *2 * [(len(beginning) - 1) // BLOCK * BLOCK]]
 
 
+def complete(client: openai.OpenAI, prompt: str) -> int:
+    """Return how many tokens of a prompt were cached."""
+    answer = client.completions.create(model="hybrid", prompt=prompt, max_tokens=4)
+    details = answer.usage and answer.usage.prompt_tokens_details
+    assert details is not None
+    return details.cached_tokens or 0
+
+
 @pytest.mark.slow
-def test_of_two_engines_each_keeps_its_chats_and_no_beginning_without_a_state(
+def test_of_two_engines_each_keeps_its_chats_and_beginnings_with_a_state(
     tmp_path: Path,
 ) -> None:
     folder = write_hybrid(tmp_path / "hybrid")
@@ -177,16 +186,14 @@ def test_of_two_engines_each_keeps_its_chats_and_no_beginning_without_a_state(
                 for chat in chats:
                     messages = [SYSTEM, *turns[:length]]
                     assert chat.expected(messages) == chat.ask(messages)[1]
+            # Two that begin alike are computed side by side: no state is kept where they part.
             before = tokens_by_engine(server, "hybrid")
-            for number in range(8):
-                # No state is kept where these part, so what one engine has of them is of no use.
-                prompt = "the same words " * 20 + f"{number}, and others " * 4
-                answer = client.completions.create(model="hybrid", prompt=prompt, max_tokens=4)
-                details = answer.usage and answer.usage.prompt_tokens_details
-                assert details is not None
-                assert not details.cached_tokens
-        after = tokens_by_engine(server, "hybrid")
-        gained = [now - then for now, then in zip(after, before, strict=True)]
-        assert gained == [16, 16]
+            prompts = ["the same words " * 40 + f"{number}, and others " * 4 for number in range(8)]
+            assert [complete(client, prompt) for prompt in prompts[:2]] == [0, 0]
+            after = tokens_by_engine(server, "hybrid")
+            assert [now - then for now, then in zip(after, before, strict=True)] == [4, 4]
+            cached = [complete(client, prompt) for prompt in prompts[2:]]
+            assert cached == sorted(cached)
+            assert cached[-1] == 600 // BLOCK * BLOCK
     finally:
         server.stop()

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mlx_parallm.types.work import RequestWork, StateCache
+from mlx_parallm.types.work import LEAST_SHARED, RequestWork, StateCache
 
 # CHUNK: tokens that are looked up together. A shorter prefix in common is worth no detour.
 CHUNK = 32
@@ -25,13 +25,13 @@ class WorkKeys:
         chunks: a key for each whole chunk of its prompt, which stands for all tokens up to its end.
         inputs: a key for each input whose result is kept, with its number of tokens.
         model: the first name of its model.
-        places: numbers of chunks after which a model with a state keeps that.
+        turn: number of whole chunks before the latest turn; None if that is unknown.
     """
 
     chunks: list[int]
     inputs: list[tuple[int, int]]
     model: str = ""
-    places: tuple[int, ...] = ()
+    turn: int | None = None
 
 
 def keys_of(work: RequestWork) -> WorkKeys:
@@ -42,8 +42,8 @@ def keys_of(work: RequestWork) -> WorkKeys:
         key = hash((key, tuple(work.prefix[end - CHUNK : end])))
         chunks.append(key)
     inputs = [(hash((root, each)), len(each)) for each in work.inputs]
-    places = sorted({(work.turn_start or 0) // CHUNK, len(chunks)} - {0})
-    return WorkKeys(chunks, inputs, work.model, tuple(places))
+    turn = None if work.turn_start is None else work.turn_start // CHUNK
+    return WorkKeys(chunks, inputs, work.model, turn)
 
 
 class CacheMirror:
@@ -77,11 +77,15 @@ class CacheMirror:
 
     def _num_found(self, keys: WorkKeys) -> int:
         """Return how many chunks of a prompt the engine finds."""
+        states, num_blocks = self._states.get(keys.model), self._num_blocks(keys)
+        return num_blocks if states is None else states.num_found(keys, num_blocks)
+
+    def _num_blocks(self, keys: WorkKeys) -> int:
+        """Return of how many chunks of a prompt the engine has the blocks."""
         count = 0
         while count < len(keys.chunks) and keys.chunks[count] in self._chunks:
             count += 1
-        states = self._states.get(keys.model)
-        return count if states is None else states.num_found(keys, count)
+        return count
 
     def missing(self, keys: WorkKeys) -> list[int]:
         """Return how many tokens of each input the engine has yet to compute."""
@@ -90,7 +94,7 @@ class CacheMirror:
     def add(self, keys: WorkKeys) -> None:
         """Note that the engine computes a request."""
         if states := self._states.get(keys.model):
-            states.add(keys, self._num_found(keys))
+            states.add(keys, self._num_blocks(keys))
         # The last chunk is the oldest of its prompt: it is of use to fewer requests.
         for key in reversed(keys.chunks):
             self._chunks.use(key)
@@ -130,13 +134,21 @@ class _MirroredStates:
         most = num_blocks if self.cache.needs_blocks else len(keys.chunks)
         return next((n for n in range(most, 0, -1) if keys.chunks[n - 1] in self.kept), 0)
 
-    def add(self, keys: WorkKeys, num_found: int) -> None:
-        """Note the states that the engine keeps of a prompt of which it has found some chunks."""
+    def add(self, keys: WorkKeys, num_blocks: int) -> None:
+        """Note the states that the engine keeps of a prompt.
+
+        Where no turn is known, that is where the prompt parts from earlier ones, of which the
+        engine has ``num_blocks`` chunks.
+        """
+        num_found, last = self.num_found(keys, num_blocks), len(keys.chunks)
         if num_found:
             self.kept.use(keys.chunks[num_found - 1])
         step = max(1, self.cache.interval // CHUNK)
-        for place in range(num_found + step, keys.places[-1] if keys.places else 0, step):
+        for place in range(num_found + step, last, step):
             self.kept.use(keys.chunks[place - 1], is_passing=True)
-        for place in keys.places:
+        turn = keys.turn
+        if turn is None:
+            turn = num_blocks if num_blocks - num_found >= LEAST_SHARED // CHUNK else 0
+        for place in (turn, last):
             if place > num_found:
                 self.kept.use(keys.chunks[place - 1])

@@ -119,7 +119,8 @@ class BlockTable:
     ``generation`` is the one of the prefix cache when the sequence began: what it computes becomes
     cached only in that, and never after ``KVCacheManager.withhold``. ``num_drafted``: leading
     blocks noted as computed by a draft model. ``inputs``: what positions mean that are no tokens.
-    ``num_cached``: tokens that were found in the cache. ``snapshot``: the slot with the state after
+    ``num_cached``: tokens that were found in the cache. ``num_matched``: tokens whose blocks were
+    found, with a snapshot behind them or not. ``snapshot``: the slot with the state after
     these, held until the first step of the sequence; None if there is none. ``tail``: the content
     of a last block that only this table may use; empty if there is none.
     """
@@ -139,6 +140,7 @@ class BlockTable:
         self.inputs = inputs
         self.num_drafted = 0
         self.num_cached = 0
+        self.num_matched = 0
         self.snapshot: int | None = None
         self.tail = b""
         self._tuple: tuple[int, ...] | None = None

@@ -138,6 +138,8 @@ class KVCacheManager:
             num_whole, last = len(matched), [self._pool.find(tail.content)]
             table.tail = tail.content
         else:
+            num_found = matched.index(None) if None in matched else num_whole
+            table.num_matched = min(num_found, num_whole) * self.block_size
             num_whole, last = self._hold_snapshot(table, num_whole, self.snapshots), []
         del matched[num_whole:], table.hashes[num_whole:]
         table.num_cached = tail.num_tokens if tail and last else num_whole * self.block_size

@@ -16,6 +16,7 @@ from mlx_parallm.generation.kv_cache.manager import KVCacheManager, Tail
 from mlx_parallm.generation.kv_cache.snapshots import SnapshotStats, StateSnapshots
 from mlx_parallm.generation.scheduler.sequence import RequestGroup, Sequence
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
+from mlx_parallm.types.work import LEAST_SHARED
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +51,8 @@ class Snapshotter:
 
     These are: after the last whole block of a prompt, which the next turn of a chat begins with;
     after the last whole block before the latest user turn, with which the next turn begins if the
-    template drops the reasoning of the answer; and every ``interval`` tokens.
+    template drops the reasoning of the answer, or if that turn is not known, where the prompt parts
+    from an earlier one; and every ``interval`` tokens.
 
     Attributes:
         has_state: True if sequences have a state besides KV.
@@ -97,7 +99,12 @@ class Snapshotter:
         size = self._kv.block_size
         last = (len(sequence.token_ids) - 1) // size * size
         turn = sequence.request.turn_start
-        return (last,) if turn is None else (turn // size * size, last)
+        if turn is None:
+            # Where this prompt parts from an earlier one, further ones probably will too.
+            table = sequence.blocks
+            is_much = table.num_matched - table.num_cached >= LEAST_SHARED
+            turn = table.num_matched if is_much else 0
+        return (turn // size * size, last)
 
     def trim(self, plan: StepPlan) -> None:
         """End chunks with a whole block where the state after them is kept."""

@@ -8,13 +8,15 @@ import pytest
 
 from mlx_parallm.engine.parallel.prefixes import CHUNK, CacheMirror, keys_of
 from mlx_parallm.engine.parallel.router import Router
-from mlx_parallm.types.work import RequestWork, StateCache
+from mlx_parallm.types.work import LEAST_SHARED, RequestWork, StateCache
 from tests.fleet_harness import FakeFleet
 from tests.fleet_simulator import tokens
 
 FULL = 100 * CHUNK
 MODEL = "hybrid"
 STATES = StateCache(num_states=8, interval=10 * CHUNK)
+#: LONG: chunks of a beginning for which it pays to keep a state where prompts part.
+LONG = LEAST_SHARED // CHUNK
 SYSTEM, OTHER = tokens(1, 4 * CHUNK), tokens(2, 4 * CHUNK)
 
 
@@ -68,6 +70,20 @@ def test_a_prefix_is_found_where_its_blocks_and_its_state_are(
     assert found(mirror(STATES, plain[0]), plain[1]) == without
 
 
+def test_where_no_turn_is_known_a_state_is_kept_where_prompts_part() -> None:
+    cache = replace(STATES, interval=FULL)
+    for length, states in ((LONG, (0, LONG, LONG)), (LONG - 1, (0, 0, 0))):
+        beginning = tokens(4, length * CHUNK)
+        later = work(*beginning, *turn(3))
+        kept = mirror(cache, work(*beginning, *turn(1)))
+        for number, expected in enumerate(states):
+            assert found(kept, later) == expected
+            kept.add(keys_of(work(*beginning, *turn(4 + number))))
+        # A known turn is that place.
+        kept = mirror(cache, *(work(*beginning, *turn(n), turn_start=CHUNK) for n in (1, 2)))
+        assert found(kept, later) == 1
+
+
 def test_a_long_prompt_leaves_states_on_its_way() -> None:
     long = tokens(3, 35 * CHUNK)
     kept = mirror(STATES, work(*long))
@@ -109,17 +125,22 @@ def test_no_states_are_kept_in_no_memory() -> None:
 
 
 @pytest.mark.parametrize("model", [MODEL, "transformer"])
-def test_requests_with_a_beginning_of_which_no_state_is_kept_are_spread(model: str) -> None:
+def test_a_beginning_draws_requests_where_there_is_a_state_behind_it(model: str) -> None:
     router = Router(2, max_num_seqs=32)
-    router.set_cache(FULL, {MODEL: STATES})
+    router.set_cache(FULL, {MODEL: replace(STATES, interval=FULL)})
+    beginning = tokens(4, LONG * CHUNK)
     ranks = [
-        router.place(str(number), work(*SYSTEM, *SYSTEM, *turn(number), model=model))
-        for number in range(4)
+        router.place(str(number), work(*beginning, *turn(number), model=model))
+        for number in range(3)
     ]
-    assert ranks == ([0, 1, 0, 1] if model == MODEL else [0, 0, 0, 0])
+    assert ranks == ([0, 1, 0] if model == MODEL else [0, 0, 0])
+    # Two that begin alike have shown the first engine where prompts part.
+    later = work(*beginning, *turn(3), model=model)
+    counts = [found(load.cache, later) for load in router.loads]
+    assert counts == [LONG, 0]
     # A dead engine has lost its states too.
     router.on_death(0)
-    assert not router.loads[0].cache.match(keys_of(work(*SYSTEM, *SYSTEM, *turn(0), *turn(9))))
+    assert found(router.loads[0].cache, later) == 0
 
 
 def test_a_fleet_knows_which_models_keep_states() -> None:

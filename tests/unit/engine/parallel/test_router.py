@@ -84,9 +84,11 @@ def test_chats_with_a_model_that_keeps_states(num_engines: int) -> None:
 
 
 @pytest.mark.parametrize("num_engines", NUM_ENGINES)
-def test_beginnings_of_which_no_state_is_kept_draw_no_requests(num_engines: int) -> None:
-    """Every request begins with one of few texts, but no engine keeps a state behind these."""
-    fleet, big = fleets(num_engines, 4 * BLOCKS, 2)
+@pytest.mark.parametrize("num_states", [0, 32])
+def test_texts_that_begin_alike_with_a_model_that_keeps_states(
+    num_engines: int, num_states: int
+) -> None:
+    fleet, big = fleets(num_engines, 4 * BLOCKS, num_states)
     for each in (fleet, big):
         chance = random.Random(5)
         each.run(
@@ -98,7 +100,9 @@ def test_beginnings_of_which_no_state_is_kept_draw_no_requests(num_engines: int)
             )
             for number in range(200)
         )
-    assert fleet.hit_rate == big.hit_rate == 0
+    assert (big.hit_rate > 0.8) == bool(num_states)
+    # Each engine computes a beginning twice before it finds it.
+    assert fleet.hit_rate >= big.hit_rate - 4 * (num_engines - 1) / 200
     assert fleet.num_steps <= 1.05 * big.num_steps
 
 
