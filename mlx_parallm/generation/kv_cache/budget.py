@@ -44,19 +44,20 @@ class KVShare:
         return self.num_snapshots * self.plan.state_bytes
 
     def with_snapshots(self, limit: int | None) -> KVShare:
-        """Return the share with a part of its blocks' memory for snapshots of at most ``limit``.
+        """Return the share with a part of its memory for snapshots of at most ``limit``.
 
-        Blocks of one full context stay. See ``CacheConfig.state_cache_bytes`` for None.
+        Blocks of one full context stay, but an eighth of the memory may always be for snapshots:
+        without any, no prefix is reused. See ``CacheConfig.state_cache_bytes`` for None.
         """
-        plan, size = self.plan, self.plan.state_bytes
+        plan, size, least = self.plan, self.plan.state_bytes, self.num_bytes // SNAPSHOT_SHARE
         if not size:
             return self
-        most = min(SNAPSHOTS * size, self.num_bytes // SNAPSHOT_SHARE) if limit is None else limit
-        spare = max(0, self.num_blocks - plan.context_blocks) * plan.block_bytes
+        most = min(SNAPSHOTS * size, least) if limit is None else limit
         if not plan.has_kv:
             # Its blocks take no memory.
-            return replace(self, num_snapshots=most // size)
-        count = min(most, spare) // size
+            return replace(self, num_snapshots=min(most, self.num_bytes) // size)
+        spare = max(least, (self.num_blocks - plan.context_blocks) * plan.block_bytes)
+        count = min(most, spare, (self.num_blocks - 1) * plan.block_bytes) // size
         blocks = -(-count * size // plan.block_bytes)
         return replace(self, num_blocks=self.num_blocks - blocks, num_snapshots=count)
 

@@ -162,6 +162,39 @@ def test_a_refusal_names_the_engines_that_divide_the_memory() -> None:
     assert "engines" not in str(refused.value)
 
 
+@pytest.mark.parametrize("limit", [None, 0, 1000, 1 << 50])
+@pytest.mark.parametrize("has_kv", [True, False])
+@given(
+    num_blocks=st.integers(1, 3000) | st.integers(1, 9),
+    context=st.integers(1, 1500),
+    block_bytes=st.integers(1, 300),
+    state_bytes=st.integers(1, 9000),
+)
+def test_snapshots_take_a_part_of_the_share(
+    limit: int | None,
+    num_blocks: int,
+    context: int,
+    block_bytes: int,
+    state_bytes: int,
+    *,
+    has_kv: bool,
+) -> None:
+    claim = KVPlan(BLOCK, block_bytes, 0, context * BLOCK, state_bytes=state_bytes, has_kv=has_kv)
+    whole = KVShare("m", claim, num_blocks)
+    share = whole.with_snapshots(limit)
+    eighth = whole.num_bytes // 8
+    wanted = min(64 * state_bytes, eighth) if limit is None else limit
+    assert share.snapshot_bytes <= min(wanted, whole.num_bytes)
+    if num_blocks > 1:
+        # A context that takes all the memory, or is cut already, leaves an eighth for snapshots.
+        assert share.num_snapshots >= min(wanted, eighth) // state_bytes
+    if has_kv:
+        assert share.num_bytes <= whole.num_bytes
+        assert share.num_blocks >= max(1, min(context, num_blocks - -(-eighth // block_bytes)))
+    else:
+        assert share.num_blocks == num_blocks
+
+
 def test_no_models_share_nothing() -> None:
     assert share_budget([], 0) == []
 
