@@ -11,8 +11,9 @@ makes. Its parts, all by default:
 - ``speculation``: a model that copies, by a server with ``--speculative-config`` and by one
   without, for 1 and 16 clients; prompts have the answer in them, with some errors, or do not.
 
-``--against TREE`` adds the part ``decode``: steps of 32 rows of the model in this checkout and in
-another one, in turns. ``--mlx-vlm PYTHON`` adds its server to ``turns``; PYTHON is one that has it.
+``--against TREE`` adds the part ``decode``: steps of 32 rows, of the model and without one, in this
+checkout and in another one, in turns. ``--mlx-vlm PYTHON`` adds its server to ``turns``, run by a
+Python that has it.
 
 Answers are greedy and in float32, so texts are compared too. Times of a busy machine vary, so
 processor time of the server until the first token stands beside them.
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checks import Check, conclude
+from benchmarks.host_cost import HERE
 from benchmarks.hybrid_chat import (
     Answer,
     Chat,
@@ -42,7 +44,7 @@ from benchmarks.hybrid_chat import (
     ratio,
     used_ratio,
 )
-from benchmarks.hybrid_load import HERE, chats_part, decode_part, speculation_part
+from benchmarks.hybrid_load import chats_part, decode_part, speculation_part
 from benchmarks.make_hybrid import make_hybrid
 from benchmarks.servers import (
     Server,
