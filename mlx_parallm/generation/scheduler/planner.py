@@ -155,7 +155,7 @@ class Planner:
         # Each row is sure of one token; tokens that run again share what that leaves.
         spare = plan.budget_left - len(decoding)
         for sequence in decoding:
-            count = 1 + min(sequence.num_replayed, max(spare, 0))
+            count = 1 + min(sequence.num_replayed, max(spare, 0)) if sequence.replay_end else 1
             if sequence in plan.awaited or not self._runnable(sequence, count, plan):
                 continue
             if self._make_room(sequence, count, plan):
@@ -343,12 +343,12 @@ class Planner:
         inputs, held = sequence.group.inputs, sequence.held
         if sequence.arrived:
             return 0
-        planned = plan.num_tokens.get(sequence, 0)
-        start = sequence.num_computed + planned
-        if limit <= 0:
-            return limit
         if sequence.slot is None:  # a better sequence preempted it
             return 0
+        if limit <= 0 or (held is None and not self._snapshotter.cuts):
+            return limit
+        planned = plan.num_tokens.get(sequence, 0)
+        start = sequence.num_computed + planned
         if not sequence.is_decoding:
             limit = self._snapshotter.stop(sequence, start, limit, is_planned=planned > 0)
         if held is None or limit <= 0:

@@ -267,7 +267,8 @@ class Scheduler:
         )
         step_id = next(self._steps)
         captures = self._snapshotter.take_copies(plan, step_id)
-        taken_back = take_copies(self._running) if plan.num_tokens else {}
+        speculates = self._speculator is not None and bool(plan.num_tokens)
+        taken_back = take_copies(self._running) if speculates else {}
         self._snapshotter.note(plan, step_id)
         ended, self._ended = tuple(self._ended), []
         self._in_flight[step_id] = {
@@ -431,7 +432,8 @@ class Scheduler:
     def _commit(self, sequence: Sequence, begun: RowInFlight, num_computed: int) -> None:
         if sequence.table is begun.table:
             self._kv.commit(sequence.blocks, sequence.token_ids, num_computed)
-            self._snapshotter.resolve(sequence, num_computed)
+            if num_computed % self._kv.block_size == 0:
+                self._snapshotter.resolve(sequence, num_computed)
 
     def _update(
         self,
@@ -484,6 +486,8 @@ class Scheduler:
 
 
 def _row(sequence: Sequence, num_tokens: int, plan: StepPlan) -> ScheduledSequence:
+    if not (plan.proposals or plan.draft_ends):
+        return sequence.schedule(num_tokens)
     return sequence.schedule(
         num_tokens,
         plan.proposals.get(sequence, ()),

@@ -280,12 +280,15 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Return True if it has one token to compute, besides those that run again."""
-        return self.num_remaining - self.num_replayed == 1
+        # Decode rows ask this several times a step, so no other property is called for them.
+        left = len(self.token_ids) + self.num_pending - self.num_computed
+        return left == 1 or left - self.num_replayed == 1
 
     @property
     def is_prefilling(self) -> bool:
         """Return True if it has several tokens to compute, besides those that run again."""
-        return self.num_remaining - self.num_replayed > 1
+        left = len(self.token_ids) + self.num_pending - self.num_computed
+        return left > 1 and left - self.num_replayed > 1
 
     def is_ending(self, max_model_len: int) -> bool:
         """Return True if the pending token is its last, whichever token it is."""

@@ -56,6 +56,7 @@ class Snapshotter:
 
     Attributes:
         has_state: True if sequences have a state besides KV.
+        cuts: True if prompts are cut where their states are kept.
     """
 
     def __init__(self, kv: KVCacheManager, interval: int, *, has_state: bool) -> None:
@@ -67,6 +68,7 @@ class Snapshotter:
             has_state: True if sequences have a state at all.
         """
         self.has_state = has_state
+        self.cuts = kv.snapshots is not None
         self._kv = kv
         self._interval = interval
         self._latest_step = -1
@@ -199,6 +201,8 @@ class Snapshotter:
 
     def take_restores(self, plan: StepPlan) -> list[tuple[int, int]]:
         """Return the copies that give sequences, before their first rows, the states found."""
+        if not self.cuts:
+            return []
         return [
             (self._kv.take_snapshot(sequence.blocks), sequence.slot)
             for sequence in plan.num_tokens
