@@ -1,9 +1,9 @@
-"""Where the latest turn of the user begins in a prompt, as the chat template renders it.
+"""Where the latest turn of the user and the answer begin in a prompt, as the template renders it.
 
 The prompt of the next turn agrees up to there, whatever the template makes of what follows: many
 drop the reasoning of earlier turns, some move the system prompt or the tools to the last turn. The
-template therefore renders the conversation a second time, with other words in place of that turn
-and with a further turn behind it; where the two texts part, the turn begins.
+template therefore renders the conversation again, with other words in place of that turn, or with
+an answer, and with a further turn behind it; where the texts part, the turn or the answer begins.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ Messages = Sequence[Mapping[str, Any]]
 STAND_IN = "\ue000"
 # WINDOW_CHARS: a template writes less between a special token and the words of a user.
 WINDOW_CHARS = 256
+# NOT_ANSWERS: roles of messages that an answer may follow.
+NOT_ANSWERS = ("user", "tool")
 
 
 class SpecialTokens(Protocol):
@@ -54,8 +56,34 @@ def turn_place(rendered: str, messages: Messages, render: Callable[[Messages], s
         # Mistral's templates compare messages to find the last one of the user.
         {"role": "user", "content": 2 * STAND_IN},
     ]
+    return _common_with(rendered, other, render)
+
+
+def answer_place(
+    rendered: str, messages: Messages, render: Callable[[Messages], str]
+) -> int | None:
+    """Return how many characters of a prompt the next one begins with, once it is answered.
+
+    What opens an answer often differs from how templates write earlier answers: it may begin a
+    reasoning that is dropped later. None if the prompt ends with an answer to be continued, or the
+    template refuses the conversation. The arguments are those of ``turn_place``.
+    """
+    last = messages[-1].get("role") if messages else None
+    if last not in NOT_ANSWERS:
+        return None
+    other = [*messages, {"role": "assistant", "content": STAND_IN}]
+    if last == "user":
+        # Behind results of tools further ones are likelier, and templates keep reasoning for them.
+        other.append({"role": "user", "content": 2 * STAND_IN})
+    return _common_with(rendered, other, render)
+
+
+def _common_with(
+    rendered: str, messages: Messages, render: Callable[[Messages], str]
+) -> int | None:
+    """Return how many characters the text of other messages has in common with a prompt."""
     try:
-        return common_length(rendered, render(other))
+        return common_length(rendered, render(messages))
     except InvalidRequestError:
         return None
 

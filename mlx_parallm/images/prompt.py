@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mlx_parallm.images.form import ImageForm
-from mlx_parallm.images.latest_turn import SpecialTokens, tokens_before, turn_place
+from mlx_parallm.images.latest_turn import (
+    SpecialTokens,
+    answer_place,
+    tokens_before,
+    turn_place,
+)
 from mlx_parallm.images.processor import PreparedImage, host_array
 from mlx_parallm.types.content import digest_of
 from mlx_parallm.types.errors import InvalidRequestError
@@ -46,12 +51,14 @@ class ImagePrompt(NamedTuple):
         token_ids: its tokens, with all feature tokens.
         inputs: the images, in order.
         turn_start: how many tokens are before the latest turn of the user; None if unknown.
+        answer_start: how many tokens the next turn's prompt begins with too; None if unknown.
     """
 
     text: str
     token_ids: tuple[int, ...]
     inputs: tuple[ModelInput, ...] = ()
     turn_start: int | None = None
+    answer_start: int | None = None
 
 
 def image_prompt(
@@ -71,7 +78,8 @@ def image_prompt(
         form: how the model takes images.
         render: see ``Render``.
         encode: tokenises a text without adding special tokens.
-        marks: the tokenizer's special tokens, to find ``turn_start``; None: it is not wanted.
+        marks: the tokenizer's special tokens, to find ``turn_start`` and ``answer_start``; None:
+            they are not wanted.
 
     Raises:
         InvalidRequestError: the template does not write each image once (param "messages").
@@ -88,15 +96,33 @@ def image_prompt(
     prompt = with_runs(typed.shown(text), typed.encode(text, encode), images, form)
     if marks is None:
         return prompt
-    place = turn_place(rendered, shown, lambda other: render(other, typed.hide))
-    if place is None:
-        return prompt
-    place = len(_with_images(rendered[:place], images, form))
-    return prompt._replace(
-        turn_start=tokens_before(
-            text, place, prompt.token_ids, marks, lambda piece: typed.encode(piece, encode)
-        )
+    places = [
+        None if place is None else len(_with_images(rendered[:place], images, form))
+        for place in _places(rendered, shown, lambda other: render(other, typed.hide))
+    ]
+    return _with_starts(prompt, text, places, marks, lambda piece: typed.encode(piece, encode))
+
+
+def _places(
+    rendered: str, messages: Messages, render: Callable[[Messages], str]
+) -> tuple[int | None, int | None]:
+    """Return where the latest turn and the answer begin in a text."""
+    return turn_place(rendered, messages, render), answer_place(rendered, messages, render)
+
+
+def _with_starts(
+    prompt: ImagePrompt,
+    text: str,
+    places: Sequence[int | None],
+    marks: SpecialTokens,
+    encode: Callable[[str], Sequence[int]],
+) -> ImagePrompt:
+    """Return a prompt with its tokens before the places of its text; see ``_places``."""
+    turn, answer = (
+        None if place is None else tokens_before(text, place, prompt.token_ids, marks, encode)
+        for place in places
     )
+    return prompt._replace(turn_start=turn, answer_start=answer)
 
 
 def _with_images(rendered: str, images: Sequence[PreparedImage], form: ImageForm) -> str:
@@ -121,7 +147,8 @@ def text_prompt(
         form: how the model takes images; None if it takes none.
         render: see ``Render``.
         encode: tokenises a text without adding special tokens.
-        marks: the tokenizer's special tokens, to find ``turn_start``; None: it is not wanted.
+        marks: the tokenizer's special tokens, to find ``turn_start`` and ``answer_start``; None:
+            they are not wanted.
     """
     typed = None if form is None else TypedMarks(form)
     hide = as_it_is if typed is None else typed.hide
@@ -132,10 +159,8 @@ def text_prompt(
     prompt = ImagePrompt(text if typed is None else typed.shown(text), ids)
     if marks is None:
         return prompt
-    place = turn_place(text, shown, lambda other: render(other, hide))
-    if place is None:
-        return prompt
-    return prompt._replace(turn_start=tokens_before(text, place, ids, marks, encode_shown))
+    places = _places(text, shown, lambda other: render(other, hide))
+    return _with_starts(prompt, text, places, marks, encode_shown)
 
 
 class TypedMarks:

@@ -133,6 +133,7 @@ class OfflineRequests:
             adapter=adapter,
             inputs=read.inputs,
             turn_start=read.turn_start,
+            answer_start=read.answer_start,
         )
 
 

@@ -374,6 +374,8 @@ class GenerateRequest:
         prompt_ids: the prompt's tokens; never empty. ``INPUT_TOKEN`` at the rows of an input.
         turn_start: the index into ``prompt_ids`` where the latest turn of the user begins, or what
             else will be another in the next prompt; None if unknown. It is a hint.
+        answer_start: how many of ``prompt_ids`` the next prompt begins with once this one is
+            answered; None if unknown. It is a hint.
         inputs: inputs besides tokens; their spans do not overlap.
         params: how tokens are chosen.
         priority: lower runs first, as in vLLM.
@@ -399,6 +401,7 @@ class GenerateRequest:
     group: str | None = None
     inputs: tuple[ModelInput, ...] = ()
     turn_start: int | None = None
+    answer_start: int | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -297,9 +297,9 @@ def test_the_next_prompt_agrees_up_to_the_latest_turn(
         pytest.skip("takes no tools")
     tools = [TOOL] if has_tools else None
 
-    def prompt(*further: Message) -> ImagePrompt:
+    def prompt(*further: Message, plain: Sequence[Message] = ()) -> ImagePrompt:
         return text_prompt(
-            with_thoughts([*BEGINNINGS[beginning], LATEST, *loop, *further]),
+            [*with_thoughts([*BEGINNINGS[beginning], LATEST, *loop, *further]), *plain],
             None,
             render=lambda messages, _: tokenizer.render_chat(
                 messages, tools=tools, template_kwargs=VARIABLES
@@ -309,7 +309,8 @@ def test_the_next_prompt_agrees_up_to_the_latest_turn(
         )
 
     try:
-        now, later = prompt(), prompt(said("assistant", "say-last"), said("user", "ask-next"))
+        further = (said("assistant", "say-last"), said("user", "ask-next"))
+        now, later, unthinking = prompt(), prompt(*further), prompt(plain=further)
     except InvalidRequestError:
         pytest.skip("the template refuses the conversation")
     assert now.turn_start is not None
@@ -317,3 +318,10 @@ def test_the_next_prompt_agrees_up_to_the_latest_turn(
     assert later.token_ids[: now.turn_start] == before
     if template not in MOVING:
         assert tokenizer.decode(before) == now.text[: now.text.index(LATEST["content"])]
+    if not loop:
+        # The answer's own opening may be another in the next prompt; what is before it is not.
+        assert now.answer_start is not None
+        assert now.turn_start <= now.answer_start
+        assert unthinking.token_ids[: now.answer_start] == now.token_ids[: now.answer_start]
+        if template not in MOVING:
+            assert LATEST["content"] in tokenizer.decode(now.token_ids[: now.answer_start])

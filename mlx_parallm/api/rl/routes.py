@@ -104,6 +104,7 @@ async def _requests(
             prompt_ids=prompt.token_ids,
             inputs=prompt.inputs,
             turn_start=prompt.turn_start,
+            answer_start=prompt.answer_start,
             params=replace(params, seed=seed_of(number, item, body)),
             priority=body.priority,
             client=prelude.client,

@@ -137,6 +137,7 @@ async def prepare_turn(
         prompt_ids=prompt.token_ids,
         inputs=prompt.inputs,
         turn_start=prompt.turn_start,
+        answer_start=prompt.answer_start,
         params=_params(turn, model, constraint, rendered),
         priority=turn.priority,
         client=turn.client,

@@ -49,7 +49,7 @@ class Capture:
 class Snapshotter:
     """Decides which states are kept.
 
-    These are: after the last whole block of a prompt, which the next turn of a chat begins with;
+    These are: after the last whole block of a prompt that the next turn of a chat begins with;
     after the last whole block before the latest user turn, with which the next turn begins if the
     template drops the reasoning of the answer, or if that turn is not known, where the prompt parts
     from an earlier one; and every ``interval`` tokens.
@@ -99,14 +99,16 @@ class Snapshotter:
     def _places(self, sequence: Sequence) -> tuple[int, ...]:
         """Return the positions of a prompt after which its state is asked for."""
         size = self._kv.block_size
-        last = (len(sequence.token_ids) - 1) // size * size
-        turn = sequence.request.turn_start
+        request, last = sequence.request, len(sequence.token_ids) - 1
+        if request.answer_start is not None and not sequence.output_ids:
+            last = min(last, request.answer_start)
+        turn = request.turn_start
         if turn is None:
             # Where this prompt parts from an earlier one, further ones probably will too.
             table = sequence.blocks
             is_much = table.num_matched - table.num_cached >= LEAST_SHARED
             turn = table.num_matched if is_much else 0
-        return (turn // size * size, last)
+        return (turn // size * size, last // size * size)
 
     def trim(self, plan: StepPlan) -> None:
         """End chunks with a whole block where the state after them is kept."""

@@ -120,8 +120,11 @@ async def test_a_prompt_that_is_cut_begins_elsewhere() -> None:
     assert whole.turn_start is not None
     text = model.tokenizer.decode(whole.prompt_ids[: whole.turn_start], skip_special_tokens=False)
     assert text.endswith("two<|im_end|>\n<|im_start|>")
+    assert whole.answer_start is not None
+    text = model.tokenizer.decode(whole.prompt_ids[: whole.answer_start], skip_special_tokens=False)
+    assert text.endswith(TALK[-1]["content"] + "<|im_end|>\n<|im_start|>")
     cut = (await prepare_turn(replace(turn, truncate=8), model)).request
-    assert cut.turn_start is None
+    assert cut.turn_start is cut.answer_start is None
 
 
 async def test_a_message_that_is_continued_is_behind_the_latest_turn() -> None:
@@ -137,6 +140,7 @@ async def test_a_message_that_is_continued_is_behind_the_latest_turn() -> None:
         for each in (turn, TurnRequest(request_id="r", messages=TALK))
     ]
     assert begun.turn_start == plain.turn_start is not None
+    assert begun.answer_start is None
 
 
 @pytest.mark.parametrize("is_parted", [False, True])
