@@ -162,6 +162,24 @@ def test_a_beginning_that_texts_share_is_found_once_two_have_shown_it(
     assert cached == [0, *2 * [(len(beginning) - 1) // BLOCK * BLOCK]]
 
 
+def test_requests_of_one_answer_find_what_they_share(url: str) -> None:
+    prompt = list(range(1, 101))
+    items = [
+        {"prompt_token_ids": prompt, "completion_token_ids": [5 + number] * 24}
+        for number in range(3)
+    ]
+    answer = httpx2.post(f"{url}/v1/rl/logprobs", json={"model": "hybrid", "items": items})
+    usage = answer.raise_for_status().json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 2 * (100 // BLOCK * BLOCK)
+    questions = [
+        {"type": "predicate", "instructions": text} for text in ("It is late.", "It is early.")
+    ]
+    body = {"model": "hybrid", "input": "a long story " * 20, "questions": questions}
+    answer = httpx2.post(f"{url}/v1/decisions", json=body)
+    usage = answer.raise_for_status().json()["usage"]
+    assert usage["input_tokens_details"]["cached_tokens"] > len(str(body["input"]))
+
+
 def complete(client: openai.OpenAI, prompt: str) -> int:
     """Return how many tokens of a prompt were cached."""
     answer = client.completions.create(model="hybrid", prompt=prompt, max_tokens=4)
