@@ -91,6 +91,10 @@ class Snapshotter:
         if self._snapshots is None or not self._kv.is_current(sequence.blocks):
             return limit
         places = self._places(sequence)
+        if start - sequence.num_computed + limit >= 2 * self._interval:
+            # Otherwise a step of a large budget would leave no state in so long a part.
+            num_blocks = self._kv.blocks_for(sequence.num_kept + self._interval)
+            places += (num_blocks * self._kv.block_size,)
         if is_planned and start in places:
             return 0
         ahead = [place - start for place in places if start < place < start + limit]

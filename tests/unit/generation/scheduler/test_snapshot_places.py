@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.work import LEAST_SHARED
 from tests.scheduler_harness import SchedulerHarness
@@ -13,6 +16,8 @@ BEGINNING = tuple(number % 31 + 1 for number in range(30))
 #: A beginning for which it pays to keep a state where prompts part, and a shorter one.
 LONG = tuple(number * number % 31 + 1 for number in range(LEAST_SHARED + 2))
 SHORT = LONG[: LEAST_SHARED - 1]
+PROMPT = tuple(7 * index % 47 + 1 for index in range(61))
+OTHER = tuple(11 * index % 43 + 3 for index in range(61))
 Prompt = tuple[tuple[int, ...], int | None]
 
 
@@ -66,3 +71,98 @@ def test_a_prompt_finds_the_states_of_earlier_ones(
     prompts: list[Prompt], cached: list[int], *, runs_ahead: bool, has_kv: bool
 ) -> None:
     assert found(*prompts, runs_ahead=runs_ahead, has_kv=has_kv) == cached
+
+
+def harness_of(budget: int, interval: int, **settings: object) -> SchedulerHarness:
+    return SchedulerHarness(
+        num_blocks=200,
+        max_model_len=130,
+        has_state=True,
+        snapshot_tokens=interval,
+        config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=budget),
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def ask(
+    harness: SchedulerHarness, name: str, prompt: Sequence[int], turn_start: int | None = None
+) -> int:
+    """Run a request alone; return its cached tokens."""
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    harness.add(
+        GenerateRequest(
+            request_id=name,
+            model="m",
+            prompt_ids=tuple(prompt),
+            params=params,
+            turn_start=turn_start,
+        )
+    )
+    tracked = harness.tracked[name]
+    harness.drain()
+    return tracked.num_cached
+
+
+def ends(harness: SchedulerHarness) -> list[int]:
+    """Return the positions at which the steps of prompts ended."""
+    rows = [row for batch in harness.batches for row in batch.sequences]
+    return [row.start + len(row.token_ids) for row in rows if len(row.token_ids) > 1]
+
+
+@pytest.mark.parametrize(
+    ("budget", "interval", "turn_start", "wanted"),
+    [
+        # The last whole block alone.
+        (64, 1000, None, [60]),
+        (24, 1000, None, [24, 48, 60]),
+        # The block before the latest turn of the user, whole.
+        (64, 1000, 30, [28, 60]),
+        (64, 1000, 28, [28, 60]),
+        (64, 1000, 3, [60]),
+        (64, 1000, 61, [60]),
+        # Every sixteen tokens, or what two steps of ten have of these.
+        (64, 16, None, [16, 32, 60]),
+        (16, 16, None, [16, 32, 48, 60]),
+        (10, 16, None, [10, 20, 30, 40, 50, 60]),
+        (64, 18, None, [20, 40, 60]),
+        (64, 16, 30, [16, 28, 44, 60]),
+        # Less than two intervals are one step.
+        (24, 16, None, [24, 48, 60]),
+    ],
+)
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_chunks_end_where_states_are_kept(
+    budget: int, interval: int, turn_start: int | None, wanted: list[int], *, runs_ahead: bool
+) -> None:
+    harness = harness_of(budget, interval, runs_ahead=runs_ahead, num_snapshots=9)
+    assert ask(harness, "a", PROMPT, turn_start) == 0
+    assert ends(harness) == wanted
+    # The whole blocks of the prompt are found, and its last token is computed.
+    assert ask(harness, "b", PROMPT, turn_start) == 60
+
+
+@pytest.mark.parametrize(
+    ("num_common", "wanted"), [(15, 0), (16, 16), (47, 32), (59, 32), (61, 60)]
+)
+def test_a_prompt_finds_the_longest_prefix_with_a_state(num_common: int, wanted: int) -> None:
+    harness = harness_of(64, 16, num_snapshots=9)
+    ask(harness, "a", PROMPT)
+    assert ask(harness, "b", (*PROMPT[:num_common], *OTHER)) == wanted
+
+
+def test_the_next_turn_finds_the_last_one_and_the_one_before_it() -> None:
+    """Check a template that drops what answers thought: the next turn continues the prompt."""
+    harness = harness_of(64, 1000, num_snapshots=3)
+    ask(harness, "first", PROMPT[:30], turn_start=21)
+    # They continue the messages of the turn before, without the marks that begin an answer.
+    assert ask(harness, "second", (*PROMPT[:27], *OTHER[:20]), turn_start=27) == 20
+    assert ask(harness, "third", (*PROMPT[:27], *OTHER[:10], *PROMPT[:9]), turn_start=37) == 24
+
+
+def test_states_amid_prompts_are_evicted_first() -> None:
+    harness = harness_of(64, 16, num_snapshots=4)
+    ask(harness, "long", PROMPT)
+    ask(harness, "short", OTHER[:9])
+    # One in the middle of the long prompt has left.
+    assert ask(harness, "long again", PROMPT) == 60
+    assert ask(harness, "short again", OTHER[:9]) == 8
