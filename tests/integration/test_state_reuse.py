@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,7 +138,7 @@ def test_preemption_by_client_shares(name: str) -> None:
     assert_preempted(name, asks, max_num_seqs=2)
 
 
-def assert_preempted(name: str, asks: dict[str, Ask], **settings: int) -> None:
+def assert_preempted(name: str, asks: dict[str, Ask], **settings: Any) -> None:
     """Check that preempted requests run fewer tokens again than without snapshots."""
     run = {}
     for caching in (False, True):

@@ -105,10 +105,15 @@ class InputRunner(SimulatedRunner):
                 self.open.pop(stages.run, None)
         super().corrupt(batch)
 
-    def run(self, batch: ScheduledBatch, failed: frozenset[int] = frozenset()) -> StepOutput:
+    def run(
+        self,
+        batch: ScheduledBatch,
+        failed: frozenset[int] = frozenset(),
+        bad_slots: frozenset[int] = frozenset(),
+    ) -> StepOutput:
         self.change(batch.moves)
         rows = tuple(self._with_inputs(row) for row in batch.sequences)
-        return super().run(replace(batch, sequences=rows), failed)
+        return super().run(replace(batch, sequences=rows), failed, bad_slots)
 
     def _with_inputs(self, row: ScheduledSequence) -> ScheduledSequence:
         tokens = list(row.token_ids)

@@ -35,7 +35,7 @@ from tests.version_harness import DeviceError, VersionHarness
 # NUM_HISTORIES: random histories that must hold.
 NUM_HISTORIES = 500
 # NUM_MUTANT: histories within which every fault must show.
-NUM_MUTANT = 100
+NUM_MUTANT = 400
 
 
 class StateHarness(VersionHarness):
