@@ -7,7 +7,7 @@ Nothing finds the snapshot until both have succeeded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -170,9 +170,7 @@ class Snapshotter:
         What is still to be copied from the slot is given up: slots are filled before copies.
         """
         assert self._snapshots is not None, "a state is filled"
-        for capture in [each for each in self._due if each.source == sequence.slot]:
-            self._due.remove(capture)
-            self._snapshots.cancel(capture.target)
+        self._void(lambda each: each in self._due and each.source == sequence.slot)
         sequence.num_kept = sequence.num_computed
         if self._kv.is_current(sequence.blocks) and not self._snapshots.has(content):
             capture = self._capture(sequence, sequence.num_computed)
@@ -244,24 +242,29 @@ class Snapshotter:
 
     def fail(self, step_id: int) -> None:
         """Keep nothing that a failed step computed or copied."""
-        for capture in self._all():
-            capture.is_void |= capture.made_by == step_id
+        self._void(lambda each: each.made_by == step_id)
         for capture in self._begun.pop(step_id, ()):
             capture.is_void = True
             self._settle(capture)
 
     def fail_group(self, group: RequestGroup) -> None:
         """Keep nothing more of a request that failed."""
-        for capture in self._all():
-            capture.is_void |= capture.sequence.group is group
+        self._void(lambda each: each.sequence.group is group)
 
     def clear(self) -> None:
         """Let none of the snapshots that are being made be found; their states may be gone."""
-        for capture in self._all():
+        self._void(lambda _: True)
+
+    def _void(self, is_bad: Callable[[Capture], bool]) -> None:
+        """Let some of the snapshots that are being made not be found; no further step copies them.
+
+        Their sources may have no state, or arrays of a failed step, which would fail that one too.
+        """
+        for capture in filter(is_bad, self._all()):
             capture.is_void = True
-        for capture in self._due:
-            self._settle(capture)
-        self._due.clear()
+            if capture in self._due:
+                self._due.remove(capture)
+                self._settle(capture)
 
     def _all(self) -> list[Capture]:
         if not (self._due or self._begun):

@@ -25,6 +25,16 @@ def other(number: int, length: int = 10) -> tuple[int, ...]:
     return tuple(range(40 + 10 * number, 40 + 10 * number + length))
 
 
+def request_of(name: str, prompt: Sequence[int], turn_start: int | None = None) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name,
+        model="m",
+        prompt_ids=tuple(prompt),
+        turn_start=turn_start,
+        params=SamplingParams(max_tokens=2, ignore_eos=True, seed=0),
+    )
+
+
 def found(*prompts: Prompt, has_kv: bool, runs_ahead: bool) -> list[int]:
     """Return how many tokens each prompt finds; the second part is where its last turn begins."""
     harness = SchedulerHarness(
@@ -38,13 +48,7 @@ def found(*prompts: Prompt, has_kv: bool, runs_ahead: bool) -> list[int]:
     )
     cached: list[int] = []
     for number, (prompt, turn_start) in enumerate(prompts):
-        request = GenerateRequest(
-            request_id=str(number),
-            model="m",
-            prompt_ids=prompt,
-            turn_start=turn_start,
-            params=SamplingParams(max_tokens=2, ignore_eos=True, seed=0),
-        )
+        request = request_of(str(number), prompt, turn_start)
         harness.add(request)
         tracked = harness.tracked[request.request_id]
         harness.drain()
@@ -88,16 +92,7 @@ def ask(
     harness: SchedulerHarness, name: str, prompt: Sequence[int], turn_start: int | None = None
 ) -> int:
     """Run a request alone; return its cached tokens."""
-    params = SamplingParams(max_tokens=2, ignore_eos=True)
-    harness.add(
-        GenerateRequest(
-            request_id=name,
-            model="m",
-            prompt_ids=tuple(prompt),
-            params=params,
-            turn_start=turn_start,
-        )
-    )
+    harness.add(request_of(name, prompt, turn_start))
     tracked = harness.tracked[name]
     harness.drain()
     return tracked.num_cached
@@ -166,3 +161,19 @@ def test_states_amid_prompts_are_evicted_first() -> None:
     # One in the middle of the long prompt has left.
     assert ask(harness, "long again", PROMPT) == 60
     assert ask(harness, "short again", OTHER[:9]) == 8
+
+
+@pytest.mark.parametrize("has_kv", [True, False])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_no_step_copies_states_that_a_failed_step_left(*, runs_ahead: bool, has_kv: bool) -> None:
+    """Let a step fail that ends at a place, before which its slot had no state."""
+    harness = SchedulerHarness(
+        num_blocks=40, has_state=True, has_kv=has_kv, runs_ahead=runs_ahead, num_snapshots=2
+    )
+    harness.add(request_of("fails", BEGINNING[:11]))
+    harness.step(raises=True)
+    harness.settle()
+    harness.add(request_of("runs", other(0, 3)))
+    harness.drain()
+    assert not any(batch.state_copies for batch in harness.batches)
+    assert harness.scheduler.stats().snapshots.num_captured == 0
