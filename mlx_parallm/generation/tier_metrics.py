@@ -45,13 +45,17 @@ class _Metric:
 # TIER_COUNTERS, TIER_GAUGES: by the end of their names.
 TIER_COUNTERS: Mapping[str, _Metric] = {
     "hit_tokens": _Metric("Prompt tokens whose KV came from it.", lambda tier: tier.hit_tokens),
-    "read_blocks": _Metric("Blocks read from it.", lambda tier: tier.store.read_blocks),
+    "read_blocks": _Metric("Blocks and states read from it.", lambda tier: tier.store.read_blocks),
     "read_bytes": _Metric("Bytes read from it.", lambda tier: tier.store.read_bytes),
-    "written_blocks": _Metric("Blocks written to it.", lambda tier: tier.store.written_blocks),
+    "written_blocks": _Metric(
+        "Blocks and states written to it.", lambda tier: tier.store.written_blocks
+    ),
     "written_bytes": _Metric("Bytes written to it.", lambda tier: tier.store.written_bytes),
 }
 TIER_GAUGES: Mapping[str, _Metric] = {
-    "blocks": _Metric("Blocks of the model that it has.", lambda tier: tier.store.num_blocks),
+    "blocks": _Metric(
+        "Blocks and states of the model that it has.", lambda tier: tier.store.num_blocks
+    ),
     "used_bytes": _Metric(
         "Bytes in it; on a disk, those of all models and processes.",
         lambda tier: tier.store.used_bytes,
@@ -106,7 +110,10 @@ def _of_all_tiers(read: list[tuple[tuple[str, str], int, TiersStats]]) -> Iterat
         "mlx_parallm:kv_read_wait_seconds", "Time that prompts waited for KV.", None, LABELS
     )
     unsaved = GaugeMetricFamily(
-        "mlx_parallm:kv_unsaved_blocks", "Blocks in memory that wait to be saved.", None, LABELS
+        "mlx_parallm:kv_unsaved_blocks",
+        "Blocks and states in memory that wait to be saved.",
+        None,
+        LABELS,
     )
     for labels, num_missed, tiers in read:
         queries.add_metric(labels, num_missed)
@@ -131,7 +138,7 @@ def _by_tier(read: list[tuple[tuple[str, str], TiersStats]]) -> Iterator[Family]
             yield family
     discarded = CounterMetricFamily(
         "mlx_parallm:kv_tier_discarded_blocks",
-        "Blocks that it did not keep or could not return, by reason.",
+        "Blocks and states that it did not keep or could not return, by reason.",
         None,
         (*LABELS, "tier", "reason"),
     )

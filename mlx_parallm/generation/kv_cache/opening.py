@@ -41,10 +41,13 @@ def open_tiers(
     """
     stores: list[BlockStore] = []
     if cache.kv_host_bytes:
-        stores.append(HostStore(cache.kv_host_bytes // num_models))
+        limit = cache.kv_host_bytes // num_models
+        _check_holds("--kv-host-bytes", limit, state_bytes)
+        stores.append(HostStore(limit))
     if cache.kv_disk is not None:
-        largest = max(block_bytes, state_bytes)
-        stores.append(DiskStore(cache.kv_disk, owner, cache.kv_disk_bytes, largest_bytes=largest))
+        limit, largest = cache.kv_disk_bytes, max(block_bytes, state_bytes)
+        _check_holds("--kv-disk-bytes", limit, state_bytes)
+        stores.append(DiskStore(cache.kv_disk, owner, limit, largest_bytes=largest))
     if not stores:
         return None
     return Tiers(
@@ -54,6 +57,17 @@ def open_tiers(
         draft=draft,
         runs_ahead=runs_ahead,
     )
+
+
+def _check_holds(setting: str, limit: int, state_bytes: int) -> None:
+    """Warn about a place that holds no state, and so is of no use to its model."""
+    if state_bytes >= limit:
+        sizes = readable_bytes(limit), readable_bytes(state_bytes)
+        logger.warning(
+            "%s: %s for a model do not hold its state, which takes %s: none of its prefixes is "
+            "found there",
+            *(setting, *sizes),
+        )
 
 
 def make_snapshots(

@@ -11,7 +11,8 @@ from operator import itemgetter
 
 from mlx_parallm.types.content import Buffer
 
-# EARLY_BYTES: most bytes of blocks that were read before the blocks that they follow.
+# EARLY_BYTES: most bytes of what was read before the blocks that it follows; a single state may be
+# larger.
 EARLY_BYTES = 128 << 20
 
 
@@ -116,7 +117,8 @@ class SaveQueue:
         save = self._begun.pop(content, None)
         if save is None:
             return ()
-        if save.parent in self._contents and self._early_bytes + len(data) <= EARLY_BYTES:
+        has_room = not self._early or self._early_bytes + len(data) <= EARLY_BYTES
+        if save.parent in self._contents and has_room:
             self._early.setdefault(save.parent, []).append((save, data))
             self._early_bytes += len(data)
             self._drop_stranded()

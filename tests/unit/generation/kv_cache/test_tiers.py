@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
+from mlx_parallm.config import CacheConfig
 from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.kv_cache.fetches import Run
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.kv_cache.opening import open_tiers
 from mlx_parallm.generation.kv_cache.saves import Save
 from mlx_parallm.generation.kv_cache.stores import StoredBlock
 from mlx_parallm.generation.kv_cache.tiers import ArrivedBlock, Tiers
@@ -404,3 +407,23 @@ def test_a_borrowed_block_is_given_up() -> None:
         assert len(pool.tiers.saves) == 14
         assert block not in {save.place for save in pool.tiers.saves.take(99)}
     pool.kv.free(table)
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "is_told"), [(0, False), (1 << 20, False), (17 << 20, True)]
+)
+def test_a_place_that_holds_no_state_is_told_at_the_start(
+    state_bytes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_told: bool
+) -> None:
+    tiers = open_tiers(
+        CacheConfig(kv_disk=tmp_path, kv_disk_bytes=16 << 20),
+        owner="ab" * 32,
+        block_bytes=1000,
+        state_bytes=state_bytes,
+        num_models=1,
+        runs_ahead=False,
+    )
+    assert tiers is not None
+    tiers.close()
+    said = "--kv-disk-bytes: 16 MiB for a model do not hold its state, which takes 17 MiB"
+    assert (said in caplog.text) is is_told
