@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlx_parallm import LLM
@@ -27,6 +28,7 @@ from mlx_parallm.types.events import ErrorEvent, GenerateEvent, PromptEvent, Tok
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.step import ScheduledBatch
 from tests.engine_action import Do
+from tests.hybrid_folder import write_hybrid
 from tests.integration.test_live_weights import save
 from tests.integration.test_stored_engines import (
     NAME,
@@ -70,8 +72,8 @@ class GatedFiles(Files):
 class EndingStore(DiskStore):
     """A store whose end lets reads go on."""
 
-    def __init__(self, *arguments: Any, files: GatedFiles) -> None:
-        super().__init__(*arguments, files=files)
+    def __init__(self, *arguments: Any, files: GatedFiles, **options: Any) -> None:
+        super().__init__(*arguments, files=files, **options)
         self._gate = files
 
     def close(self) -> None:
@@ -90,14 +92,27 @@ def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedFiles]:
     gated.open()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("weights") / "model", 1.0)
+@pytest.fixture(scope="module", params=["decoder", "hybrid"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of a model; a hybrid keeps a state besides KV."""
+    root = tmp_path_factory.mktemp(request.param)
+    return write_hybrid(root / "model") if has_state(root) else save(root / "model", 1.0)
 
 
 @pytest.fixture(scope="module")
 def other_folder(folder: Path) -> Path:
-    return save(folder.parent / "other", 0.5)
+    """Return a folder of other weights of the same model."""
+    if not has_state(folder):
+        return save(folder.parent / "other", 0.5)
+    other = write_hybrid(folder.parent / "other")
+    weights: Any = mx.load(str(other / "model.safetensors"))
+    scaled = {name: 0.5 * each if "mlp" in name else each for name, each in weights.items()}
+    mx.save_safetensors(str(other / "model.safetensors"), scaled, {"format": "mlx"})
+    return other
+
+
+def has_state(folder: Path) -> bool:
+    return "hybrid" in str(folder)
 
 
 @pytest.fixture
@@ -230,7 +245,7 @@ async def test_a_pause_that_aborts_ends_a_request_whose_blocks_are_read(
         assert await served.ask() == memory
 
 
-@pytest.mark.parametrize("kind", ["filled", "saved"])
+@pytest.mark.parametrize("kind", ["filled", "saved", "filled_states", "saved_states"])
 async def test_a_step_that_fails_to_move_blocks_fails_its_requests_only(
     files: GatedFiles, folder: Path, tmp_path: Path, memory: Sample, kind: str
 ) -> None:
@@ -246,18 +261,21 @@ async def test_a_step_that_fails_to_move_blocks_fails_its_requests_only(
 
         runner.submit = failing
 
-    disk = tmp_path / ("kv" if kind == "filled" else "empty")
+    if kind.endswith("states") and not has_state(folder):
+        pytest.skip("the model keeps no state")
+    is_filled = kind.startswith("filled")
+    disk = tmp_path / ("kv" if is_filled else "empty")
     async with process(folder, disk) as served:
         await served.engine.call(Do(fail_once))
         events = [event async for event in (await submit(served, "fails")).events]
-        if kind == "filled":
+        if is_filled:
             assert isinstance(events[-1], ErrorEvent)
         # What is not saved yet is saved now, and fails.
         await served.stats()
         await served.engine.call(Do(check_nothing_is_held))
         again = await served.ask()
         assert again.is_like(memory)
-        if kind == "filled":
+        if is_filled:
             assert again == memory
     async with process(folder, disk) as second:
         assert (await second.ask()).cached in (0, NUM_CACHED)

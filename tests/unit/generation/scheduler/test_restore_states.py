@@ -304,3 +304,20 @@ def test_a_host_store_keeps_states_within_its_limit(has_kv: bool) -> None:
     assert 0 < store.stats.used_bytes <= 9_000
     ask(harness, "again", [*PROMPT[:15], *OTHER])
     harness.drain()
+
+
+@pytest.mark.parametrize("budget", [4, 9, 16])
+def test_prompts_of_every_length_come_back(budget: int, *, has_kv: bool) -> None:
+    """Let prompts end at, before and behind the ends of chunks, of blocks and of answers."""
+    store = DictStore()
+    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=budget)
+    for length in range(SIZE + 1, len(PROMPT) + 1):
+        prompt = [length, *PROMPT[1:length]]
+        place = (length - 1) // SIZE * SIZE
+        for is_restarted in (False, True):
+            harness = harness_of(store, has_kv=has_kv, config=config)
+            ask(harness, "prompt", prompt, max_tokens=1 + length % 6)
+            tracked = harness.tracked["prompt"]
+            harness.drain()
+            assert tracked.num_cached == place * is_restarted
+            assert is_restarted is not any(saved(harness))
