@@ -64,6 +64,32 @@ def check_second_turn(name: str, model: StateModel) -> None:
     assert [hit.cached for hit in hits] == [36, 52, 52]
     assert all(hit.is_like(cold(name, second)) for hit in hits)
     assert hits[1] == hits[2]
+    # One token is left, which runs as those of answers do.
+    again = session.ask(Ask(PROMPT))
+    assert again.cached == 36
+    assert again.is_like(first)
+
+
+@every
+def test_prompts_that_are_prefilled_together(name: str) -> None:
+    """Check that states are of the right rows, where steps have chunks of several prompts."""
+    session = StateSession(warm(name), budget=96)
+    asks = [Ask(tokens_from(40 + index, length)) for index, length in enumerate((5, 22, 37, 16))]
+    for index, ask in enumerate(asks):
+        session.begin(f"r{index}", ask)
+    session.finish()
+    answers = [session.answer(f"r{index}") for index in range(len(asks))]
+    turns = [
+        Ask(next_turn(ask.prompt, answer, seed=index, count=5))
+        for index, (ask, answer) in enumerate(zip(asks, answers, strict=True))
+    ]
+    for index, ask in enumerate(turns):
+        session.begin(f"turn {index}", ask)
+    session.finish()
+    answers += [session.answer(f"turn {index}") for index in range(len(turns))]
+    assert [answer.cached for answer in answers] == [0, 0, 0, 0, 4, 20, 36, 12]
+    for ask, answer in zip((*asks, *turns), answers, strict=True):
+        assert answer.is_like(cold(name, ask))
 
 
 @every

@@ -177,3 +177,28 @@ def test_no_step_copies_states_that_a_failed_step_left(*, runs_ahead: bool, has_
     harness.drain()
     assert not any(batch.state_copies for batch in harness.batches)
     assert harness.scheduler.stats().snapshots.num_captured == 0
+
+
+@pytest.mark.parametrize("length", range(1, 26))
+@pytest.mark.parametrize("budget", [4, 8, 64])
+def test_all_whole_blocks_but_for_the_last_token_are_found(length: int, budget: int) -> None:
+    """Check lengths at multiples of blocks and of chunks, where SGLang #30882 found nothing."""
+    harness = harness_of(budget, 1000)
+    ask(harness, "a", PROMPT[:length])
+    assert ask(harness, "b", PROMPT[:length]) == (length - 1) // SIZE * SIZE
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("num_steps", range(1, 6))
+def test_an_aborted_prompt_leaves_the_states_of_steps_that_have_ended(
+    num_steps: int, *, runs_ahead: bool
+) -> None:
+    """Abort a prompt while a step of it is in flight, and ask for it at once, as vLLM #56525."""
+    harness = harness_of(12, 12, runs_ahead=runs_ahead)
+    harness.add(request_of("aborted", PROMPT))
+    for _ in range(num_steps):
+        harness.step()
+    harness.abort("aborted")
+    # The runner compares the state of every row with the tokens before it.
+    num_ended = num_steps - runs_ahead
+    assert ask(harness, "again", PROMPT) == min(12 * max(num_ended - 1, 0), 60)
