@@ -256,6 +256,13 @@ class KVCacheManager:
             table.hashes.append(link)
             self._pool.set_content(table.blocks[index], table.root + link)
 
+    def content_after(self, table: BlockTable, token_ids: Sequence[int], num_tokens: int) -> bytes:
+        """Return the content of the last of a table's first blocks, which may not be computed."""
+        size, link = self.block_size, table.parent
+        for start in range(len(table.hashes) * size, num_tokens, size):
+            link = table.link(token_ids, start, start + size, link)
+        return table.root + link
+
     def continue_stored(
         self,
         table: BlockTable,

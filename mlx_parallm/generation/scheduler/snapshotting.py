@@ -31,6 +31,7 @@ class Capture:
         target: the slot of the snapshot.
         made_by: the step that leaves the state.
         is_passing: see ``StateSnapshots.commit``.
+        prefix: the content that the prefix will have; empty if its tokens are not known yet.
         content: of the prefix; None until the step has ended.
         is_void: True if the snapshot must not be found.
     """
@@ -42,6 +43,7 @@ class Capture:
     target: int
     made_by: int
     is_passing: bool = False
+    prefix: bytes = b""
     content: bytes | None = None
     is_void: bool = False
 
@@ -145,7 +147,25 @@ class Snapshotter:
                 is_place or self._is_due(sequence, end)
             )
             if is_kept and sequence.group.inputs.cut(0, end) == end:
-                self._capture(sequence, end, is_passing=not is_place)
+                self._keep_once(sequence, end, is_passing=not is_place)
+
+    def _keep_once(self, sequence: Sequence, num_tokens: int, *, is_passing: bool) -> None:
+        """Keep a state unless that after an equal prefix is kept, which counts as used then.
+
+        Otherwise equal prompts that run side by side would each evict a snapshot.
+        """
+        assert self._snapshots is not None
+        table, prefix = sequence.blocks, b""
+        if num_tokens <= len(sequence.token_ids):
+            prefix = self._kv.content_after(table, sequence.token_ids, num_tokens)
+        if self._snapshots.has(prefix):
+            self._snapshots.release(self._snapshots.hold(prefix))
+        elif not prefix or all(each.prefix != prefix for each in self._all()):
+            capture = self._capture(sequence, num_tokens, is_passing=is_passing)
+            if capture is None:
+                return
+            capture.prefix = prefix
+        sequence.num_kept = num_tokens
 
     def _capture(
         self, sequence: Sequence, num_tokens: int, *, is_passing: bool = False
@@ -155,7 +175,6 @@ class Snapshotter:
         target = self._kv.reserve_snapshot()
         if target is None:
             return None
-        sequence.num_kept = num_tokens
         table, slot = sequence.blocks, sequence.slot
         if sequence.restored_from is not None:
             # Its own slot has the state after proposals that were refused.

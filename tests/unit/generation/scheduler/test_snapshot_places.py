@@ -9,7 +9,7 @@ import pytest
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.work import LEAST_SHARED
-from tests.scheduler_harness import SchedulerHarness
+from tests.scheduler_harness import SchedulerHarness, evict
 
 SIZE = 4
 BEGINNING = tuple(number % 31 + 1 for number in range(30))
@@ -202,3 +202,21 @@ def test_an_aborted_prompt_leaves_the_states_of_steps_that_have_ended(
     # The runner compares the state of every row with the tokens before it.
     num_ended = num_steps - runs_ahead
     assert ask(harness, "again", PROMPT) == min(12 * max(num_ended - 1, 0), 60)
+
+
+@pytest.mark.parametrize("has_kv", [True, False])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_equal_prompts_side_by_side_leave_one_state(*, runs_ahead: bool, has_kv: bool) -> None:
+    harness = harness_of(64, 1000, num_snapshots=3, runs_ahead=runs_ahead, has_kv=has_kv)
+    ask(harness, "first", BEGINNING)
+    ask(harness, "second", other(0))
+    for number in range(4):
+        harness.add(request_of(str(number), other(1)))
+    harness.drain()
+    # What is computed again is used again.
+    evict(harness.kv, 200, 0)
+    assert ask(harness, "first again", BEGINNING) == (0 if has_kv else 28)
+    ask(harness, "third", other(2))
+    stats = harness.scheduler.stats().snapshots
+    assert (stats.num_used, stats.num_captured, stats.num_evicted) == (3, 4, 1)
+    assert ask(harness, "first at last", BEGINNING) == 28
