@@ -344,7 +344,7 @@ def test_what_is_not_saved_in_time_stays_to_be_saved(monkeypatch: pytest.MonkeyP
     engine, tiers = engine_with(DictStore())
     monkeypatch.setattr(engine_module, "SAVE_S", 0.0)
     engine.save()
-    assert list(tiers.saves.take(1)) == [(0, b"content")]
+    assert [save.content for save in tiers.saves.take(1)] == [b"content"]
 
 
 def test_a_store_that_is_busy_when_the_engine_ends_is_waited_for(
