@@ -50,8 +50,17 @@ from mlx_parallm.types.request import (
 from mlx_parallm.types.step import Moves, ScheduledBatch, StepOutput
 from mlx_parallm.worker.generation.load.plan import GenerationPlan
 from mlx_parallm.worker.lora import adapter_store
-from mlx_parallm.worker.ops import ComputeInputs, ReadBlocks, StageAdapter, Step, WriteBlocks
+from mlx_parallm.worker.ops import (
+    ComputeInputs,
+    ReadBlocks,
+    ReadStates,
+    StageAdapter,
+    Step,
+    WriteBlocks,
+    WriteStates,
+)
 from tests import adapter_files
+from tests.hybrid_folder import write_hybrid
 from tests.recorded_worker import (
     MODULES,
     Advanced,
@@ -81,10 +90,12 @@ POOL = CacheConfig(kv_cache_bytes=5 << 18, block_size=16)
 class BusyRun:
     """Three models in one worker, driven step by step."""
 
-    def __init__(self, *, ahead: bool, cache: CacheConfig = POOL) -> None:
+    def __init__(
+        self, *, ahead: bool, cache: CacheConfig = POOL, generator: Path = DEMO_FOLDER
+    ) -> None:
         self.worker = RecordingWorker()
         folders = {
-            GENERATOR: DEMO_FOLDER,
+            GENERATOR: generator,
             EMBEDDER: DEMO_FOLDERS[PREFIX + "embed"],
             SEER: DEMO_FOLDERS[PREFIX + "see"],
         }
@@ -388,6 +399,32 @@ def test_moves_between_a_pool_and_a_store_are_replayed(
     num_written = sum(len(op.blocks) for op in ops if isinstance(op, WriteBlocks))
     assert num_read >= 22 + 25 + 27
     assert num_written >= 22
+    assert_replayed(records, tmp_path, ahead=ahead)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_moves_of_states_are_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ahead: bool
+) -> None:
+    monkeypatch.setattr(fetches.UnitPace, "predict", lambda *_: None)
+    monkeypatch.setattr(fetches, "LONGEST_READ_S", 1e6)
+    disk = CacheConfig(kv_cache_bytes=3 << 20, block_size=4, kv_disk=tmp_path / "kv")
+    run = BusyRun(ahead=ahead, cache=disk, generator=write_hybrid(tmp_path / "hybrid"))
+    run.generator.live.begin_hashing()
+    run.generator.live.contents.join()
+    for _ in range(2):
+        for length in (90, 100, 110):
+            run.ask(f"prompt {length}", length, n=2, seed=3, logprobs=2)
+            run.step(8)
+            run.ask(f"beside {length}", 9, temperature=0.0)
+            run.finish()
+        run.generator._save_all()
+        run.generator._scheduler.reset_prefix_cache(reset_running=False)
+    run.generator.close()
+    records = run.worker.records
+    ops = [pickle.loads(record.op) for record in records if isinstance(record, Begun)]
+    assert sum(len(op.slots) for op in ops if isinstance(op, ReadStates)) >= 3
+    assert sum(len(op.slots) for op in ops if isinstance(op, WriteStates)) >= 3
     assert_replayed(records, tmp_path, ahead=ahead)
 
 
