@@ -99,6 +99,10 @@ class SimulatedRunner:
         adapter = self._adapters[row.adapter_slot] if row.adapter_slot else ""
         return f"{self.base}/{adapter}"
 
+    def state_of(self, slot: int) -> Sequence[int]:
+        """Return the tokens that ran in a slot."""
+        return self._states[slot]
+
     def run(
         self,
         batch: ScheduledBatch,

@@ -26,7 +26,7 @@ from mlx_parallm.generation.scheduler.snapshotting import Snapshotter
 from mlx_parallm.types.content import block_hash
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.step import ScheduledBatch, ScheduledSequence, StepOutput
-from tests.block_simulator import SimulatedRunner
+from tests.block_simulator import GARBAGE, SimulatedRunner
 from tests.fakes import FakeStep
 from tests.scheduler_harness import evict
 from tests.unit.generation.scheduler.test_versions import SPECULATIVE, TEXTS, Interleaving
@@ -54,13 +54,18 @@ class StateHarness(VersionHarness):
         snapshots = self.kv.snapshots
         self._first_kept = self._first_slot + (snapshots.stats.num_slots if snapshots else 0)
         self.fails_wait = self.fails_row = self.has_bad_state = False
+        # True if the latest step leaves garbage, of which the next one may not know.
+        self._leaves_garbage = False
 
     @override
     def _submit(self, batch: ScheduledBatch) -> FakeStep:
         self._note_restores(batch)
+        is_in_vain, self._leaves_garbage = self._leaves_garbage and self.info.runs_ahead, False
+        for source, _ in () if is_in_vain else batch.state_copies[: batch.num_captures]:
+            assert GARBAGE not in self._simulated.state_of(source), "a failed step's state is kept"
         if not self.fails_wait:
             return super()._submit(batch)
-        self.fails_wait = False
+        self.fails_wait, self._leaves_garbage = False, True
         self._simulated.corrupt(batch)
 
         def fail() -> None:
@@ -89,7 +94,7 @@ class StateHarness(VersionHarness):
     def _run(self, batch: ScheduledBatch) -> StepOutput:
         failed, bad = frozenset[int](), frozenset[int]()
         if self.fails_row:
-            self.fails_row = False
+            self.fails_row, self._leaves_garbage = False, True
             failed = frozenset({self._random.choice(batch.sequences).seq_id})
             self.seen["failed row"] += 1
         if self.has_bad_state and batch.num_captures:
