@@ -82,6 +82,8 @@ class KVCacheManager:
                 tiers, self._pool, block_size, snapshots=snapshots, has_kv=has_kv
             )
         self._generation = 0
+        # The tables of the sequences whose states were kept, by the snapshots' slots.
+        self._snapshot_tables: dict[int, BlockTable] = {}
 
     @property
     def num_snapshot_slots(self) -> int:
@@ -282,12 +284,25 @@ class KVCacheManager:
             self._own(table, before)
         return filling
 
+    def commit_snapshot(
+        self, slot: int, table: BlockTable, content: bytes, *, is_passing: bool
+    ) -> None:
+        """Let a snapshot of a table's prefix be found; see ``StateSnapshots.commit``."""
+        assert self.snapshots is not None, "no snapshots are kept"
+        self.snapshots.commit(slot, content, is_passing=is_passing)
+        self._snapshot_tables[slot] = table
+
     def reserve_snapshot(self) -> int | None:
         """Return a slot for a snapshot; None if there is none to evict.
 
         Stores get what is evicted before the next step, which may write to it.
         """
         assert self.snapshots is not None, "no snapshots are kept"
+        if self.stored is not None and (victim := self.snapshots.victim) is not None:
+            table = self._snapshot_tables.pop(victim, None)
+            if table is not None:
+                # Its sequence may go on for long before its chain is saved.
+                self.stored.queue(table)
         slot = self.snapshots.reserve()
         if slot is not None and self.tiers is not None:
             self.tiers.saves.leave([slot], are_states=True)

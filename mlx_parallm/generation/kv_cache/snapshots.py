@@ -91,12 +91,23 @@ class StateSnapshots:
         """Let a held snapshot not be found any more; its slot is free once it is released."""
         self._forgotten.add(self._by_content.pop(content))
 
+    @property
+    def victim(self) -> int | None:
+        """Return the slot that ``reserve`` would take from a snapshot; None if it takes none."""
+        content = self._next_evicted()
+        return None if content is None else self._by_content[content]
+
+    def _next_evicted(self) -> bytes | None:
+        if self._free:
+            return None
+        return next((c for c, s in self._by_content.items() if s not in self._holders), None)
+
     def reserve(self) -> int | None:
         """Return a slot for a capture; None if all are reserved or held."""
         if self._free:
             slot = heapq.heappop(self._free)
         else:
-            content = next((c for c, s in self._by_content.items() if s not in self._holders), None)
+            content = self._next_evicted()
             if content is None:
                 return None
             slot = self._by_content.pop(content)

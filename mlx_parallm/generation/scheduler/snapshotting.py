@@ -257,7 +257,9 @@ class Snapshotter:
         if capture.is_void or capture.content is None:
             self._snapshots.cancel(capture.target)
         else:
-            self._snapshots.commit(capture.target, capture.content, is_passing=capture.is_passing)
+            self._kv.commit_snapshot(
+                capture.target, capture.table, capture.content, is_passing=capture.is_passing
+            )
 
     def fail(self, step_id: int) -> None:
         """Keep nothing that a failed step computed or copied."""

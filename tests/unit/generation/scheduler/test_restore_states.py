@@ -190,6 +190,29 @@ def test_states_are_read_before_their_slots_are_used_again(has_kv: bool) -> None
     assert filled_states(fresh.batches) == 2
 
 
+def test_states_are_saved_although_they_are_evicted_before_their_sequences_end(
+    has_kv: bool,
+) -> None:
+    store = DictStore()
+    harness = harness_of(
+        store, has_kv=has_kv, num_snapshots=2, snapshot_tokens=100, config=WIDE, num_blocks=60
+    )
+    prompts = [[number, *PROMPT[1:]] for number in range(1, 5)]
+    for number, prompt in enumerate(prompts):
+        ask(harness, str(number), prompt, max_tokens=9 + number)
+        harness.step()
+        harness.step()
+    assert len(harness.tracked) == len(prompts)
+    harness.drain()
+    assert len(states_of(store)) == len(prompts)
+    fresh = harness_of(store, has_kv=has_kv)
+    for number, prompt in enumerate(prompts):
+        ask(fresh, str(number), prompt)
+        tracked = fresh.tracked[str(number)]
+        fresh.drain()
+        assert tracked.num_cached == PREFIX
+
+
 def test_several_that_begin_alike_read_their_beginning_once(has_kv: bool) -> None:
     store = DictStore(holds_back=True)
     fill_store(store, has_kv=has_kv)
