@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.config import SchedulerConfig
+from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
 from mlx_parallm.generation.kv_cache import stored_chains
 from mlx_parallm.generation.kv_cache.host_store import HostStore
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
@@ -26,6 +26,18 @@ from tests.scheduler_harness import SchedulerHarness
 # NUM_HISTORIES, NUM_MUTANT: histories that must hold; those within which every fault must show.
 NUM_HISTORIES, NUM_MUTANT = 40, 400
 TEXTS = tuple(tuple((7 * i + 13 * text) % 47 + 1 for i in range(30)) for text in range(2))
+
+
+SPECULATIVE = tuple(
+    SpeculativeConfig(
+        method="ngram" if model is None else "draft_model",
+        model=model,
+        num_speculative_tokens=3,
+        prompt_lookup_min=1,
+        disable_by_batch_size=4,
+    )
+    for model in (None, "draft")
+)
 
 
 class History:
@@ -43,6 +55,8 @@ class History:
             "num_snapshots": source.choice([1, 2, 3, 9]),
             "snapshot_tokens": source.choice([4, 8, 12, 100]),
             "runs_ahead": source.random() < 0.5,
+            "keeps_states": source.random() < 0.5,
+            "speculative": source.choice([None, None, *SPECULATIVE]),
             "config": SchedulerConfig(
                 max_num_seqs=source.choice([1, 2, 4]),
                 max_num_batched_tokens=source.choice([4, 9, 16, 64]),
