@@ -45,11 +45,13 @@ from mlx_parallm.worker.ops import (
     Pending,
     PrepareWeights,
     ReadBlocks,
+    ReadStates,
     Sleep,
     Step,
     Unload,
     Wake,
     WriteBlocks,
+    WriteStates,
     tensor_ops,
 )
 from mlx_parallm.worker.worker import Worker
@@ -170,6 +172,18 @@ class Run:
         after = self._worker.execute(Step(model=MODEL, batch=last))
         self.results[name] = (saved, before, after)
 
+    def move_states(self, name: str) -> None:
+        """Save states, exchange them, fill them again, and go on; keep what ``move`` keeps."""
+        *_, last = self._batches({})
+        slots = tuple(row.slot for row in last.sequences)
+        saved = self._worker.execute(ReadStates(model=MODEL, slots=slots))
+        before = self._worker.execute(Step(model=MODEL, batch=last))
+        for data in (saved[1:] + saved[:1], saved):
+            self._worker.execute(WriteStates(model=MODEL, slots=slots, data=data))
+            assert self._worker.execute(ReadStates(model=MODEL, slots=slots)) == data
+        after = self._worker.execute(Step(model=MODEL, batch=last))
+        self.results[name] = (saved, before, after)
+
     def prepare(
         self, name: str, tensors: dict[str, HostTensor] | None, folder: Path | None = None
     ) -> None:
@@ -287,7 +301,9 @@ def _compiled_attention(cache: CacheConfig, *_: Any, **__: Any) -> BackendChoice
 def base(run: Run) -> None:
     """Run the model alone."""
     run.decode("base")
-    if run.plan.info is not None and not run.plan.info.has_state:
+    if run.plan.info is not None and run.plan.info.has_state:
+        run.move_states("states")
+    else:
         run.move("moves")
     run.checksums("digests")
 

@@ -123,6 +123,14 @@ def test_each_rank_gets_its_part_of_a_block_back(pair: Compared, model: str) -> 
     assert len(first[0]) == (2 * num_bytes if model == "latent" else num_bytes)
 
 
+def test_each_rank_gets_its_part_of_a_state_back(pair: Compared) -> None:
+    for results in (pair.alone, *pair.ranks):
+        _assert_moved(results["hybrid"]["states"])
+    first, second = (rank["hybrid"]["states"][0] for rank in pair.ranks)
+    assert first == second, "a row has the parts of all ranks"
+    assert len(first[0]) >= len(pair.alone["hybrid"]["states"][0][0])
+
+
 def test_exact_tokens_with_quantised_kv(pair: Compared) -> None:
     wanted, actual = pair.alone["int8"]["base"], pair.ranks[0]["int8"]["base"]
     _assert_alike(actual, wanted, tolerance=INT8_TOLERANCE)
