@@ -121,8 +121,9 @@ class BlockTable:
     blocks noted as computed by a draft model. ``inputs``: what positions mean that are no tokens.
     ``num_cached``: tokens that were found in the cache. ``num_matched``: tokens whose blocks were
     found, with a snapshot behind them or not. ``snapshot``: the slot with the state after
-    these, held until the first step of the sequence; None if there is none. ``tail``: the content
-    of a last block that only this table may use; empty if there is none.
+    these, held until the first step of the sequence; None if there is none. ``found``: the
+    content of that snapshot. ``tail``: that of a last block that only this table may use; empty if
+    there is none.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class BlockTable:
         self.num_cached = 0
         self.num_matched = 0
         self.snapshot: int | None = None
+        self.found = b""
         self.tail = b""
         self._tuple: tuple[int, ...] | None = None
 

@@ -178,7 +178,7 @@ class KVCacheManager:
         for count in range(num_blocks, 0, -1):
             content = table.root + table.hashes[count - 1]
             if snapshots.has(content):
-                table.snapshot = snapshots.hold(content)
+                table.snapshot, table.found = snapshots.hold(content), content
                 return count
         return 0
 

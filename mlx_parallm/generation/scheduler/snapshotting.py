@@ -31,6 +31,7 @@ class Capture:
         target: the slot of the snapshot.
         made_by: the step that leaves the state.
         is_passing: see ``StateSnapshots.commit``.
+        follows: the content of the snapshot that the sequence began with; empty for none.
         prefix: the content that the prefix will have; empty if its tokens are not known yet.
         content: of the prefix; None until the step has ended.
         is_void: True if the snapshot must not be found.
@@ -43,6 +44,7 @@ class Capture:
     target: int
     made_by: int
     is_passing: bool = False
+    follows: bytes = b""
     prefix: bytes = b""
     content: bytes | None = None
     is_void: bool = False
@@ -142,12 +144,12 @@ class Snapshotter:
             end = sequence.num_computed + num_tokens
             if end % self._kv.block_size or sequence in plan.proposals:
                 continue
-            is_place = end in self._places(sequence)
+            places = self._places(sequence)
             is_kept = self._kv.is_current(sequence.blocks) and (
-                is_place or self._is_due(sequence, end)
+                end in places or self._is_due(sequence, end)
             )
             if is_kept and sequence.group.inputs.cut(0, end) == end:
-                self._keep_once(sequence, end, is_passing=not is_place)
+                self._keep_once(sequence, end, is_passing=end != places[-1])
 
     def _keep_once(self, sequence: Sequence, num_tokens: int, *, is_passing: bool) -> None:
         """Keep a state unless that after an equal prefix is kept, which counts as used then.
@@ -179,7 +181,16 @@ class Snapshotter:
         if sequence.restored_from is not None:
             # Its own slot has the state after proposals that were refused.
             slot = sequence.restored_from
-        capture = Capture(sequence, table, num_tokens, slot, target, self._latest_step, is_passing)
+        capture = Capture(
+            sequence,
+            table,
+            num_tokens,
+            slot,
+            target,
+            self._latest_step,
+            is_passing=is_passing,
+            follows=b"" if is_passing else table.found,
+        )
         self._due.append(capture)
         return capture
 
@@ -260,6 +271,7 @@ class Snapshotter:
             self._kv.commit_snapshot(
                 capture.target, capture.table, capture.content, is_passing=capture.is_passing
             )
+            self._snapshots.follow(capture.follows)
 
     def fail(self, step_id: int) -> None:
         """Keep nothing that a failed step computed or copied."""
