@@ -11,7 +11,7 @@ import tempfile
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ SYSTEM_TOKENS, TURN_TOKENS = 256, 128
 STAY = 0.6
 # MOST_ANEW: tokens computed over those that no cache of 16 chats could have saved.
 MOST_ANEW = 1.5
-COPY_PROMPT, COPY_ANSWER = 256, 160
+COPY_PROMPT, COPY_ANSWER = 128, 96
 # ERRORS: share of a copying prompt's tokens that are not those of its answer.
 ERRORS = 0.05
 # LEAST_WITHOUT: rate with speculation over that without, where there is nothing to copy.
@@ -144,19 +144,44 @@ def speculation_part(args: Namespace) -> Measured:
         for clients in (1, 16):
             for copies in (True, False):
                 what = f"{'copying' if copies else 'nothing to copy'}, {clients} clients"
-                rates, differ = _compare(off, on, texts, clients, copies, args.repetitions)
-                ratios = [with_ / without for without, with_ in rates]
-                middle = statistics.median(ratios)
-                limit = None if copies else LEAST_WITHOUT
-                checks += [
-                    Check(f"{what}: tokens/s without", statistics.median(r[0] for r in rates)),
-                    Check(f"{what}: tokens/s with", statistics.median(r[1] for r in rates)),
-                    Check(f"{what}: with over without", middle, ">=", limit),
-                    Check(f"{what}: other answers", differ, "==", 0),
-                ]
-                details[what] = rates
-                print(f"{what}: {middle:.3f}", flush=True)
+                pairs = _compare(off, on, texts, clients, copies, args.repetitions)
+                checks += _speculation_checks(what, pairs, None if copies else LEAST_WITHOUT)
+                details[what] = [[asdict(without), asdict(with_)] for without, with_ in pairs]
+                print(f"{what}: {checks[-3].value:.3f}", flush=True)
     return checks, details
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Answers of a server to requests that were sent at once.
+
+    Attributes:
+        tokens_per_s: see ``decode_rate``.
+        processor_s: processor time of the server, prompts included.
+        texts: the answers.
+    """
+
+    tokens_per_s: float
+    processor_s: float
+    texts: list[str]
+
+
+def _speculation_checks(
+    what: str, pairs: Sequence[tuple[Copied, Copied]], least: float | None
+) -> list[Check]:
+    """Return rates without and with speculation."""
+    ratios = [with_.tokens_per_s / without.tokens_per_s for without, with_ in pairs]
+    used = [with_.processor_s / without.processor_s for without, with_ in pairs]
+    differ = sum(without.texts != with_.texts for without, with_ in pairs)
+    without_s = statistics.median(without.tokens_per_s for without, _ in pairs)
+    with_s = statistics.median(with_.tokens_per_s for _, with_ in pairs)
+    return [
+        Check(f"{what}: tokens/s without", without_s),
+        Check(f"{what}: tokens/s with", with_s),
+        Check(f"{what}: with over without", statistics.median(ratios), ">=", least),
+        Check(f"{what}: processor time with over without", statistics.median(used)),
+        Check(f"{what}: repetitions with other answers", differ, "==", 0),
+    ]
 
 
 class CopyingTexts:
@@ -184,22 +209,23 @@ class CopyingTexts:
 
 def _compare(
     off: Server, on: Server, texts: CopyingTexts, clients: int, copies: bool, repetitions: int
-) -> tuple[list[tuple[float, float]], int]:
-    """Return tokens/s without and with speculation, and how many answers differ.
+) -> list[tuple[Copied, Copied]]:
+    """Return what the server without speculation and the one with it did.
 
-    Both servers get the same prompts, another one first each time; the first time is not counted.
+    Both get the same prompts, another one first each time; the first time is not counted.
     """
-    rates: list[tuple[float, float]] = []
-    differ = 0
+    pairs: list[tuple[Copied, Copied]] = []
     for number in range(repetitions + 1):
         requests = [_completion(index, texts.prompt(copies=copies)) for index in range(clients)]
-        records: dict[str, list[RequestRecord]] = {}
+        done: dict[str, Copied] = {}
         for server in (off, on) if number % 2 else (on, off):
-            records[server.base_url] = send_all(server, requests, clients)
-        without, with_ = records[off.base_url], records[on.base_url]
-        differ += sum(a.text != b.text for a, b in zip(without, with_, strict=True))
-        rates.append((decode_rate(without), decode_rate(with_)))
-    return rates[1:], differ
+            before_s = server.processor_s()
+            records = send_all(server, requests, clients)
+            used_s = server.processor_s() - before_s
+            answers = [record.text for record in records]
+            done[server.base_url] = Copied(decode_rate(records), used_s, answers)
+        pairs.append((done[off.base_url], done[on.base_url]))
+    return pairs[1:]
 
 
 def _completion(index: int, prompt: Sequence[int]) -> PlannedRequest:

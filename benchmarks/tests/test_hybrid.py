@@ -69,7 +69,7 @@ def test_the_copying_model_goes_on_in_its_order(tmp_path: Path) -> None:
     following = mx.argmax(model(mx.array([prompt]))[0], axis=-1).tolist()
 
     assert following == [successor[token] for token in prompt]
-    assert sum(successor[a] == b for a, b in pairwise(prompt)) > 200
+    assert sum(successor[a] == b for a, b in pairwise(prompt)) > 100
     shuffled = texts.prompt(copies=False)
     assert sum(successor[a] == b for a, b in pairwise(shuffled)) < 10
 
