@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.generation.kv_cache.snapshots import SnapshotStats
 from mlx_parallm.generation.kv_cache.tiers import TiersStats
 from mlx_parallm.generation.scheduler.updates import SchedulerStats, SpeculationStats
 from mlx_parallm.generation.tier_metrics import TierCollector
@@ -53,6 +54,7 @@ class GenerationFamilies:
         self._define_queue()
         self._define_tokens()
         self._define_images()
+        self._define_snapshots()
         self._define_requests()
 
     def _define_queue(self) -> None:
@@ -88,6 +90,12 @@ class GenerationFamilies:
         self.tower_runs = self._counter("image_tower_runs", "Images whose features were computed.")
         self.feature_hits = self._counter("image_feature_hits", "Images whose features were kept.")
         self.feature_bytes = self._gauge("image_feature_bytes", "Bytes of features that are kept.")
+
+    def _define_snapshots(self) -> None:
+        self.snapshots = self._gauge("state_snapshots", "States kept after cached prefixes.")
+        self.snapshot_bytes = self._gauge("state_snapshot_bytes", "Bytes of these states.")
+        self.captures = self._counter("state_snapshot_captures", "States that were kept.")
+        self.snapshot_evictions = self._counter("state_snapshot_evictions", "States evicted.")
 
     def _define_requests(self) -> None:
         self.first_token = self._histogram("time_to_first_token_seconds", "", FIRST_TOKEN_S)
@@ -260,7 +268,16 @@ class EngineMetrics:
         families.feature_hits.labels(*labels).inc(stats.images_found - last.images_found)
         families.feature_bytes.labels(*labels).set(stats.input_bytes)
         self._on_speculation(stats.speculation, last.speculation)
+        if stats.snapshots != last.snapshots:
+            self._on_snapshots(stats.snapshots, last.snapshots)
         self.stats = stats
+
+    def _on_snapshots(self, now: SnapshotStats, last: SnapshotStats) -> None:
+        families, labels = self._families, self._labels
+        families.snapshots.labels(*labels).set(now.num_used)
+        families.snapshot_bytes.labels(*labels).set(now.used_bytes)
+        families.captures.labels(*labels).inc(now.num_captured - last.num_captured)
+        families.snapshot_evictions.labels(*labels).inc(now.num_evicted - last.num_evicted)
 
     def _on_speculation(self, now: SpeculationStats, last: SpeculationStats) -> None:
         families, labels = self._families, self._labels

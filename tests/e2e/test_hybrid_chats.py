@@ -53,8 +53,8 @@ CONVERSATIONS = {
     "next but one": [*ANSWERED, user("Open it."), assistant("It is open."), user("Thanks!")],
     "another chat": [SYSTEM, user("Who are you?")],
     "edited": [*ANSWERED, user("Close it, and tell me about it.")],
-    "short": [user("Hi")],
-    "short, next turn": [user("Hi"), assistant("Ho"), user("Bye")],
+    "short": [user("Hello, you!")],
+    "short, next turn": [user("Hello, you!"), assistant("Ho"), user("Bye")],
 }
 
 
@@ -77,7 +77,8 @@ class Chats:
         roles = [message["role"] for message in messages]
         num_before = len(roles) - 1 - roles[::-1].index("user")
         places = [place for place, token_id in enumerate(ids) if token_id == begin_id]
-        for end in (places[num_before] + 1, len(ids) - 1):
+        # What follows the beginning of the answer may be another in the next prompt.
+        for end in (places[num_before] + 1, places[-1] + 1):
             self._kept.add(ids[: end // BLOCK * BLOCK])
         return longest
 
@@ -110,6 +111,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     try:
         server.wait_until_ready()
         yield server.url
+        num_kept, num_made = (
+            server.metric(f"vllm:state_snapshot{name}") for name in ("s", "_captures_total")
+        )
+        evicted = server.metric("vllm:state_snapshot_evictions_total")
+        assert 0 < num_kept == num_made - evicted
+        assert server.metric("vllm:state_snapshot_bytes") % num_kept == 0
     finally:
         server.stop()
 

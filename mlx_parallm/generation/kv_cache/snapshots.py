@@ -37,6 +37,10 @@ class SnapshotStats:
         return self.num_used * self.state_bytes
 
 
+#: ``NO_SNAPSHOTS``: those of a model that keeps none.
+NO_SNAPSHOTS = SnapshotStats()
+
+
 @dataclass(slots=True)
 class _Snapshot:
     """A snapshot that can be found.

@@ -13,7 +13,7 @@ from itertools import chain
 
 from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager, Tail
-from mlx_parallm.generation.kv_cache.snapshots import SnapshotStats, StateSnapshots
+from mlx_parallm.generation.kv_cache.snapshots import NO_SNAPSHOTS, SnapshotStats, StateSnapshots
 from mlx_parallm.generation.scheduler.sequence import RequestGroup, Sequence
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
 from mlx_parallm.types.work import LEAST_SHARED
@@ -307,7 +307,7 @@ class Snapshotter:
     @property
     def stats(self) -> SnapshotStats:
         """Return how many snapshots there are."""
-        return SnapshotStats() if self._snapshots is None else self._snapshots.stats
+        return NO_SNAPSHOTS if self._snapshots is None else self._snapshots.stats
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
         """Assert that every slot is accounted for, given the tables of running sequences."""

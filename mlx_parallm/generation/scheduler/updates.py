@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mlx_parallm.generation.kv_cache.snapshots import SnapshotStats
+from mlx_parallm.generation.kv_cache.snapshots import NO_SNAPSHOTS, SnapshotStats
 from mlx_parallm.types.events import FinishReason, PromptEvent
 from mlx_parallm.types.record import message
 from mlx_parallm.types.request import DEFAULT_VERSION
@@ -88,4 +88,4 @@ class SchedulerStats:
     images_computed: int = 0
     images_found: int = 0
     input_bytes: int = 0
-    snapshots: SnapshotStats = field(default_factory=SnapshotStats)
+    snapshots: SnapshotStats = NO_SNAPSHOTS
