@@ -11,10 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from benchmarks.states import listed
 from mlx_parallm.config import SpeculativeConfig
+from mlx_parallm.generation.scheduler.scheduler import BAD_STATE
 from tests.state_sessions import (
     Ask,
     StateModel,
@@ -269,3 +271,57 @@ def test_update_within_an_answer(name: str) -> None:
         answer = session.ask(longer)
         assert answer.cached == 0
         assert answer.is_like(cold(name, longer))
+
+
+@every
+def test_steps_that_fail(name: str) -> None:
+    """Let a step fail before it is computed, so that its slot has no state, and after it is."""
+    session = StateSession(warm(name))
+    for is_run in (False, True):
+        session.begin("fails", Ask(PROMPT))
+        batch = session.scheduler.schedule()
+        assert batch is not None
+        if is_run:
+            session.runner.submit(batch).wait()
+        (update,) = session.scheduler.fail(batch, "it fails")
+        assert update.error == "it fails"
+    for cached in (0, 36):
+        answer = session.ask(Ask(PROMPT))
+        assert answer.cached == cached
+        assert answer.is_like(cold(name, Ask(PROMPT)))
+
+
+def spoil(session: StateSession) -> None:
+    """Put a NaN into the state of the only sequence."""
+    store: Any = session.runner._path._states
+    batch, row = store._rows[0]
+    states = [[spoilt(array) for array in entries] for entries in batch.states]
+    store._rows[0] = replace(batch, states=states), row
+
+
+def spoilt(array: mx.array) -> mx.array:
+    return array * mx.nan if mx.issubdtype(array.dtype, mx.floating) else array
+
+
+@every
+def test_a_nan_in_a_state(name: str) -> None:
+    if name == "longcat_flash_ngram":
+        pytest.skip("its state is token ids")
+    session = StateSession(warm(name))
+    session.begin("spoilt", Ask(PROMPT, {"logprobs": None}))
+    session.step()
+    spoil(session)
+    errors: list[str] = []
+    while (batch := session.scheduler.schedule()) is not None:
+        updates = session.scheduler.update(batch, session.runner.submit(batch).wait())
+        errors += [update.error for update in updates if update.error is not None]
+    assert errors == [BAD_STATE]
+    assert session.scheduler.stats().snapshots.num_used == 0
+    session.scheduler.check_integrity()
+    # Stock attention multiplies the values of masked positions by zero, and NaN stays NaN.
+    session.runner._path.release_kv()
+    session.runner._path.restore_kv()
+    for cached in (0, 36):
+        answer = session.ask(Ask(PROMPT))
+        assert answer.cached == cached
+        assert answer.is_like(cold(name, Ask(PROMPT)))

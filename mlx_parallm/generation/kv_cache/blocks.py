@@ -13,7 +13,7 @@ class BlockPool:
     """Every block is free, cached (found by its content, without an owner) or owned, exactly once.
 
     An owned block can have a content too: it is then shared with every sequence that needs that
-    content. A block loses its content when it is evicted, never before.
+    content. A block loses its content when it is evicted, or if that turns out to be wrong.
 
     Attributes:
         drafted: full blocks that hold a draft model's KV of the same tokens too; a block is dropped
@@ -72,9 +72,16 @@ class BlockPool:
     def drop_content(self, block: int) -> None:
         """Let an owned block not be found any more: its owner is going to change it."""
         assert self._owners[block] == 1, "others may read the block"
+        self.forget(block)
+
+    def forget(self, block: int) -> None:
+        """Let a block not be found any more; those that own it keep it."""
         content, self._content[block] = self._content[block], None
         assert content is not None, "the block has no content"
         del self._by_content[content]
+        if block in self._cached:
+            del self._cached[block]
+            self._free.append(block)
 
     def set_content(self, block: int, content: bytes) -> None:
         """Make an owned, computed block findable; the first block of a content keeps it."""

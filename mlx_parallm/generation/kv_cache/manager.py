@@ -318,6 +318,17 @@ class KVCacheManager:
             self._pool.drafted.add(block)
         return block
 
+    def forget_computed(self, table: BlockTable) -> None:
+        """Let no later sequence find what is computed for a table, because it has NaN."""
+        self.withhold(table)
+        links = table.hashes[table.num_cached // self.block_size :]
+        blocks = [self._pool.find(table.root + link) for link in links]
+        for block in blocks:
+            if block is not None:
+                self._pool.forget(block)
+        if self.tiers is not None:
+            self.tiers.saves.forget([block for block in blocks if block is not None])
+
     def is_current(self, table: BlockTable) -> bool:
         """Return True if what this table computes from now on becomes findable."""
         return table.generation == self._generation

@@ -254,13 +254,16 @@ class Snapshotter:
     def end(self, step_id: int, bad_slots: Collection[int]) -> set[RequestGroup]:
         """Let the snapshots that a step has copied be found.
 
-        Return the requests of those in ``bad_slots``, which are not kept.
+        Return the requests of those in ``bad_slots``, of which nothing is kept.
         """
         begun = self._begun.pop(step_id, [])
         bad = [capture for capture in begun if capture.target in bad_slots]
         for capture in begun:
             capture.is_void |= capture in bad
             self._settle(capture)
+        for capture in bad:
+            # KV of layers behind the state has NaN too, and its blocks may be findable by now.
+            self._kv.forget_computed(capture.table)
         return {capture.sequence.group for capture in bad}
 
     def _settle(self, capture: Capture) -> None:

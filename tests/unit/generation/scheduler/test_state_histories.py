@@ -54,6 +54,7 @@ class StateHarness(VersionHarness):
         snapshots = self.kv.snapshots
         self._first_kept = self._first_slot + (snapshots.stats.num_slots if snapshots else 0)
         self.fails_wait = self.fails_row = self.has_bad_state = False
+        self._latest_rows: dict[int, ScheduledSequence] = {}
         # True if the latest step leaves garbage, of which the next one may not know.
         self._leaves_garbage = False
 
@@ -102,7 +103,18 @@ class StateHarness(VersionHarness):
             copies = batch.state_copies[: batch.num_captures]
             bad = frozenset({self._random.choice(copies)[1]})
             self.seen["bad state"] += 1
-        return self._simulated.run(batch, failed, bad)
+        output = self._simulated.run(batch, failed, bad)
+        self._spoil([source for source, target in batch.state_copies if target in bad], batch)
+        return output
+
+    def _spoil(self, slots: Sequence[int], batch: ScheduledBatch) -> None:
+        """Put garbage into the KV that was computed with the states of some slots."""
+        going_on = {row.seq_id for row in batch.sequences}
+        for slot in slots:
+            row = self._latest_rows.get(slot)
+            if row is not None and row.seq_id in going_on:
+                self._simulated.spoil(row)
+        self._latest_rows |= {row.slot: row for row in batch.sequences}
 
 
 class StateHistory(Interleaving):
