@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_parallm.types.errors import StepError
 from mlx_parallm.worker.generation.cache_layout import StateLayout
 from mlx_parallm.worker.generation.state_store import GroupStateCache, States, StateStore
 
@@ -55,6 +56,56 @@ def test_copied_state_goes_its_own_way_and_a_fresh_slot_has_none() -> None:
     assert store.fetch([0]) == [[None]]
     with pytest.raises(ValueError, match="state"):
         store.fetch([0, 1])
+
+
+def test_a_captured_state_stays_as_it_was() -> None:
+    store = store_of(1)
+    store.commit([0, 1], [[mx.array([[0.0, 0.0], [1.0, 1.0]])]])
+    assert not store.capture(1, 7).item()
+    store.commit([0, 1], [[mx.array([[2.0, 2.0], [3.0, 3.0]])]])
+    assert rows_of(store, [7]) == [1]
+    # It can be restored more than once, and is not changed by what follows.
+    for slot in (0, 1):
+        store.copy(7, slot)
+        assert rows_of(store, [slot]) == [1]
+        store.commit([slot], full(9))
+    assert rows_of(store, [7]) == [1]
+
+
+def test_a_captured_state_keeps_no_larger_array_alive() -> None:
+    store = store_of(1)
+    inputs = mx.zeros((1, 1 << 16, 4))
+    mx.eval(inputs)
+    gone = weakref.ref(inputs)
+    store.commit([0], [[inputs[:, -3:]]])
+    store.capture(0, 7)
+    del inputs
+    mx.eval(store.take_written())
+    before = mx.get_active_memory()
+    store.commit([0], full(0))
+    assert gone() is None
+    assert before - mx.get_active_memory() > 1_000_000
+    assert store.fetch([7])[0][0].shape == (1, 3, 4)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("place", range(3))
+def test_a_nan_is_found_wherever_it_is(dtype: mx.Dtype, place: int) -> None:
+    store = store_of(2, 1, 1)
+    arrays = [mx.ones((1, 5), dtype) for _ in range(3)]
+    # States of n-grams are token ids.
+    ids = mx.array([[1, 2, 3]])
+    store.commit([0], [arrays[:2], [arrays[2]], [ids]])
+    assert not store.capture(0, 7).item()
+    arrays[place][0, 3] = mx.nan
+    store.commit([0], [arrays[:2], [arrays[2]], [ids]])
+    assert store.capture(0, 8).item()
+
+
+def test_a_slot_without_a_state_cannot_be_captured() -> None:
+    store = store_of(1)
+    with pytest.raises(StepError, match="slot 3 has no state"):
+        store.capture(3, 7)
 
 
 def test_whoever_left_the_end_of_a_padded_batch_keeps_none_of_the_others_rows() -> None:
