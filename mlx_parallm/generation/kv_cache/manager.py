@@ -137,7 +137,8 @@ class KVCacheManager:
             last = list[int | None]()
         elif tail is not None and self._may_use(tail, table, token_ids):
             table.snapshot = self.snapshots.hold(tail.content)
-            num_whole, last = len(matched), [self._pool.find(tail.content)]
+            num_whole = (tail.num_tokens - 1) // self.block_size
+            last = [self._pool.find(tail.content)]
             table.tail = tail.content
         else:
             num_found = matched.index(None) if None in matched else num_whole
@@ -168,7 +169,7 @@ class KVCacheManager:
         if not tail.content.startswith(table.root) or not self.snapshots.has(tail.content):
             return False
         num_before = (tail.num_tokens - 1) // self.block_size
-        if len(table.hashes) != num_before or len(token_ids) <= tail.num_tokens:
+        if len(table.hashes) < num_before or len(token_ids) <= tail.num_tokens:
             return False
         block = self._pool.find(tail.content)
         return not self._has_kv or (block is not None and self._pool.is_cached(block))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.kv_cache.snapshots import StateSnapshots
 
 SIZE = 4
 TEXT = tuple(range(100, 140))
@@ -294,3 +295,33 @@ def test_integrity_is_missed_when_a_table_is_lost_or_holds_a_block_twice() -> No
     table.append(table.blocks[:1])
     with pytest.raises(AssertionError, match="twice"):
         manager.check_integrity([table])
+
+
+@pytest.mark.parametrize("has_kv", [True, False])
+@pytest.mark.parametrize("num_tokens", [5, 7, 8])
+def test_a_preempted_sequence_finds_its_last_block_again(num_tokens: int, *, has_kv: bool) -> None:
+    snapshots = StateSnapshots(0, 2)
+    kv = KVCacheManager(9, 4, snapshots=snapshots, has_kv=has_kv)
+    tokens = list(range(num_tokens + 1))
+    table = kv.new_table(tokens, b"salt", use_cache=True)
+    assert kv.grow(table, num_tokens)
+    # The last token is still computed by a step in flight.
+    kv.commit(table, tokens, num_tokens - 1)
+    tail = kv.leave_tail(table, tokens, num_tokens)
+    assert tail is not None
+    assert not tail.is_whole
+    blocks = list(table.blocks)
+    kv.free(table)
+    slot = snapshots.reserve()
+    assert slot is not None
+    snapshots.commit(slot, tail.content)
+    other = kv.new_table(tokens, b"other", use_cache=True, tail=tail)
+    assert other.num_cached == 0
+    again = kv.new_table(tokens, b"salt", use_cache=True, tail=tail)
+    assert (again.num_cached, again.snapshot) == (num_tokens, slot)
+    assert not has_kv or again.blocks == blocks
+    kv.claim_tail(again)
+    # Others do not find what it is going to change.
+    assert kv.new_table(tokens, b"salt", use_cache=True, tail=tail).num_cached == 0
+    assert kv.take_snapshot(again) == slot
+    snapshots.check_integrity([], [])
