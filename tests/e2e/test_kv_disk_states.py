@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,8 +45,8 @@ def serving(
 def know_weights(server: ServerProcess) -> None:
     """Wait until a thread has hashed the weights: before that, nothing is saved or found."""
     num_before = server.metric("mlx_parallm:kv_tier_blocks")
-    for number in itertools.count():
-        ask(server, SYSTEM[:300], cache_salt=f"{number} {time.time()}")
+    while True:
+        ask(server, SYSTEM[:300], cache_salt=uuid.uuid4().hex)
         if server.metric("mlx_parallm:kv_tier_blocks") > num_before:
             return
 
