@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from mlx_parallm.generation.inputs.prompt_inputs import NO_INPUTS, PromptInputs
 from mlx_parallm.generation.kv_cache.blocks import BlockPool, BlockTable
@@ -83,7 +84,7 @@ class KVCacheManager:
             )
         self._generation = 0
         # The tables of the sequences whose states were kept, by the snapshots' slots.
-        self._snapshot_tables: dict[int, BlockTable] = {}
+        self._snapshot_tables = WeakValueDictionary[int, BlockTable]()
 
     @property
     def num_snapshot_slots(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -325,3 +326,16 @@ def test_a_preempted_sequence_finds_its_last_block_again(num_tokens: int, *, has
     assert kv.new_table(tokens, b"salt", use_cache=True, tail=tail).num_cached == 0
     assert kv.take_snapshot(again) == slot
     snapshots.check_integrity([], [])
+
+
+def test_a_snapshot_keeps_no_table_alive() -> None:
+    """Check that the images of a prompt are freed, although the state after it is kept."""
+    manager = KVCacheManager(4, 2, snapshots=StateSnapshots(1, 2))
+    table = manager.new_table([1, 2, 3], b"", use_cache=True)
+    slot = manager.reserve_snapshot()
+    assert slot is not None
+    manager.commit_snapshot(slot, table, b"content", is_passing=False)
+    manager.free(table)
+    is_alive = weakref.ref(table)
+    del table
+    assert is_alive() is None
