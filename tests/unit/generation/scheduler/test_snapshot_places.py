@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -220,3 +221,26 @@ def test_equal_prompts_side_by_side_leave_one_state(*, runs_ahead: bool, has_kv:
     stats = harness.scheduler.stats().snapshots
     assert (stats.num_used, stats.num_captured, stats.num_evicted) == (3, 4, 1)
     assert ask(harness, "first at last", BEGINNING) == 28
+
+
+@pytest.mark.parametrize("length", range(9, 17))
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_without_kv_a_preempted_sequence_computes_nothing_again(
+    length: int, *, runs_ahead: bool
+) -> None:
+    """Preempt sequences at each position of a block, also at its end."""
+    harness = SchedulerHarness(
+        num_blocks=8,
+        has_state=True,
+        has_kv=False,
+        runs_ahead=runs_ahead,
+        num_snapshots=6,
+        config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+    )
+    for name, prompt in (("a", PROMPT[:length]), ("b", OTHER[:11])):
+        harness.add(
+            replace(request_of(name, prompt), params=SamplingParams(max_tokens=9, ignore_eos=True))
+        )
+    harness.drain()
+    assert harness.scheduler.stats().num_preemptions > 0
+    assert sum(batch.num_tokens for batch in harness.batches) == length + 8 + 11 + 8
