@@ -294,12 +294,15 @@ class KVCacheManager:
         self.snapshots.commit(slot, content, is_passing=is_passing)
         self._snapshot_tables[slot] = table
 
-    def reserve_snapshot(self) -> int | None:
+    def reserve_snapshot(self, *, is_passing: bool = False) -> int | None:
         """Return a slot for a snapshot; None if there is none to evict.
 
+        ``is_passing``: see ``StateSnapshots.commit``. Such ones leave a slot for ends of prompts.
         Stores get what is evicted before the next step, which may write to it.
         """
         assert self.snapshots is not None, "no snapshots are kept"
+        if is_passing and self.snapshots.is_busy:
+            return None
         if self.stored is not None and (victim := self.snapshots.victim) is not None:
             table = self._snapshot_tables.pop(victim, None)
             if table is not None:

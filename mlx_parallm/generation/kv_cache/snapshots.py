@@ -142,6 +142,11 @@ class StateSnapshots:
         content = None if self._free else self._least_wanted()
         return None if content is None else self.find(content)
 
+    @property
+    def is_busy(self) -> bool:
+        """Return True if all slots would be reserved with one more."""
+        return len(self._reserved) + 1 >= len(self._range)
+
     def reserve(self) -> int | None:
         """Return a slot for a capture; None if all are reserved or held."""
         if self._free:

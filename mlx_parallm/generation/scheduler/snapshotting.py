@@ -174,7 +174,7 @@ class Snapshotter:
     ) -> Capture | None:
         assert self._snapshots is not None
         assert sequence.slot is not None
-        target = self._kv.reserve_snapshot()
+        target = self._kv.reserve_snapshot(is_passing=is_passing)
         if target is None:
             return None
         table, slot = sequence.blocks, sequence.slot

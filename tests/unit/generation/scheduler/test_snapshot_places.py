@@ -195,7 +195,7 @@ def test_an_aborted_prompt_leaves_the_states_of_steps_that_have_ended(
     num_steps: int, *, runs_ahead: bool
 ) -> None:
     """Abort a prompt while a step of it is in flight, and ask for it at once, as vLLM #56525."""
-    harness = harness_of(12, 12, runs_ahead=runs_ahead)
+    harness = harness_of(12, 12, runs_ahead=runs_ahead, num_snapshots=9)
     harness.add(request_of("aborted", PROMPT))
     for _ in range(num_steps):
         harness.step()
@@ -221,6 +221,14 @@ def test_equal_prompts_side_by_side_leave_one_state(*, runs_ahead: bool, has_kv:
     stats = harness.scheduler.stats().snapshots
     assert (stats.num_used, stats.num_captured, stats.num_evicted) == (3, 4, 1)
     assert ask(harness, "first at last", BEGINNING) == 28
+
+
+@pytest.mark.parametrize("has_kv", [True, False])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_the_only_slot_is_for_the_end_of_the_prompt(*, runs_ahead: bool, has_kv: bool) -> None:
+    harness = harness_of(12, 12, num_snapshots=1, runs_ahead=runs_ahead, has_kv=has_kv)
+    ask(harness, "a", PROMPT)
+    assert ask(harness, "b", PROMPT) == 60
 
 
 @pytest.mark.parametrize("length", range(9, 17))
