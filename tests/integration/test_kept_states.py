@@ -16,6 +16,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.load.path_choice import checked_length
 from mlx_parallm.worker.generation.load.proposal_check import (
@@ -27,9 +28,10 @@ from mlx_parallm.worker.generation.paths.split import SplitPath
 from mlx_parallm.worker.generation.state_store import States, UnknownStateError
 from mlx_parallm.worker.generation.step_rows import token_array
 from mlx_parallm.worker.layers import kept_states
-from mlx_parallm.worker.layers.kept_states import RecurrenceSeam, StateNotes
+from mlx_parallm.worker.layers.kept_states import RecurrenceSeam, StateNotes, StateSource
 from tests.builders.architectures.configs import config_of
 from tests.builders.architectures.trial import BLOCK_SIZE, build, choose
+from tests.compiled_attention import CompiledAttention
 from tests.integration.test_states import STATEFUL
 from tests.unit.worker.generation.test_rebuilt_rows import SPEC
 
@@ -57,10 +59,10 @@ KEPT_SLOT = 50
 class Steps:
     """Runs steps of texts by a path."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, attention: type[ReferenceAttention] = ReferenceAttention) -> None:
         self.config = config_of(name)
         self.model = build(self.config)
-        path = choose(self.model, self.config).path
+        path = choose(self.model, self.config, attention=attention).path
         assert isinstance(path, SplitPath)
         self.path = path
         self.texts = [text * 2 for text in random_texts(self.config["vocab_size"], None)]
@@ -122,6 +124,16 @@ class Steps:
 @cache
 def steps_of(name: str) -> Steps:
     return Steps(name)
+
+
+@cache
+def compiled_steps_of(name: str) -> Steps:
+    steps = Steps(name, CompiledAttention)
+    # The compiled function of decode rows learns from the first of them.
+    steps.prefill()
+    for number, (start, _) in enumerate(ROWS):
+        steps.run([steps.row(number, start, start + 1)])
+    return steps
 
 
 @cache
@@ -195,6 +207,39 @@ def test_a_kept_state_is_that_before_its_proposal(name: str, steps_between: int)
             assert_close_states(steps.state(number), wanted[number][count + 1][1])
 
 
+#: COMPILED: kept states are taken by rows of several lengths in all of these.
+COMPILED = [name for name in KEEPING if name != "bailing_moe_linear"]
+
+
+@pytest.mark.parametrize("name", first_some(KEEPING))
+def test_steps_are_compiled_where_rows_may_have_several_lengths(name: str) -> None:
+    choice = Steps(name, CompiledAttention).choose()
+    assert choice == ProposalChoice(batches=True, keeps_states=True, compiles=name in COMPILED)
+
+
+@pytest.mark.parametrize("name", first_some(COMPILED))
+def test_a_compiled_step_gives_the_same(name: str) -> None:
+    wanted, steps = one_by_one(name), compiled_steps_of(name)
+    steps.path.batch_proposals = steps.path.keeps_states = True
+    steps.path.compiles_proposals = True
+    for most in range(3):
+        steps.prefill()
+        steps.run([steps.row(5, 0, 6)])
+        parts = steps.verify(steps.row(5, 6, 7))
+        for number, (_, size) in enumerate(ROWS):
+            for index in range(size):
+                assert_close(parts[number][index], wanted[number][index][0])
+        # The last row goes on with all of its proposals, and no state is restored for it.
+        accepted = [most, most + 1, ROWS[2][1] - 1]
+        copies = [(KEPT_SLOT + 10 * number + accepted[number], number) for number in (0, 1)]
+        places = [start + 1 + count for (start, _), count in zip(ROWS, accepted, strict=True)]
+        rows = [steps.row(number, place, place + 1) for number, place in enumerate(places)]
+        logprobs = steps.run(rows, copies)
+        for number, count in enumerate(accepted):
+            assert_close(logprobs[number], wanted[number][count + 1][0])
+            assert_close_states(steps.state(number), wanted[number][count + 1][1])
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "rwkv7", *first_some(sorted(REPLAYED - {"rwkv7"}))])
 def test_others_keep_the_state_before_the_row(name: str) -> None:
     wanted, steps = one_by_one(name), steps_of(name)
@@ -254,9 +299,12 @@ def test_a_recurrence_that_lies_is_found_out(name: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "mamba2"])
 def test_a_convolution_that_lies_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     window = kept_states._window
-    monkeypatch.setattr(
-        kept_states, "_window", lambda *args: lambda count: window(*args)(max(count - 1, 0))
-    )
+
+    def one_late(inputs: mx.array, width: int) -> StateSource:
+        source = window(inputs, width)
+        return replace(source, make=lambda arrays, count: source.make(arrays, max(count - 1, 0)))
+
+    monkeypatch.setattr(kept_states, "_window", one_late)
     assert Steps(name).choose() == ProposalChoice(batches=True, keeps_states=False)
 
 

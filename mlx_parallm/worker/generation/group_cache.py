@@ -218,5 +218,12 @@ def is_packed_cache(value: Any) -> bool:
     return isinstance(value, CacheParts | PackedStateCache | SplitLayerCache)
 
 
+def has_state_cache(value: Any) -> bool:
+    """True if a value is, or contains, a cache with states made by ``CacheViews.packed``."""
+    if isinstance(value, CacheParts):
+        return any(map(has_state_cache, value.caches))
+    return isinstance(value, PackedStateCache)
+
+
 def _window(layout: CacheLayout) -> int | None:
     return layout.window if isinstance(layout, KVLayout) else None

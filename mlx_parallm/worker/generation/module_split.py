@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_parallm.worker.generation.group_cache import CacheViews, is_packed_cache
+from mlx_parallm.worker.generation.group_cache import CacheViews, has_state_cache, is_packed_cache
 from mlx_parallm.worker.generation.paged_cache import WindowMask
 from mlx_parallm.worker.generation.row_groups import Group, join_outputs
 from mlx_parallm.worker.generation.state_store import GroupStateCache, KeptStates, States
@@ -23,11 +23,11 @@ class ModuleSplit:
     """Splits the calls of some modules into one call per group, while a step is in progress."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._step: SplitStep | None = None
+        self._step: SplitStep | ProposalStep | None = None
         self._calls = WrappedCalls(modules, self._splitting)
 
     @contextmanager
-    def during(self, step: SplitStep) -> Iterator[None]:
+    def during(self, step: SplitStep | ProposalStep) -> Iterator[None]:
         """Split the modules' calls by the groups of ``step`` in the context."""
         self._step = step
         try:
@@ -106,6 +106,20 @@ class SplitStep:
             )
             return type(value)(parts)
         return value
+
+
+class ProposalStep:
+    """A step of which modules with states see other groups than modules with keys."""
+
+    def __init__(self, attending: SplitStep, stateful: SplitStep) -> None:
+        self._attending = attending
+        self._stateful = stateful
+
+    def run(self, call: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """See ``SplitStep.run``."""
+        has_state = any(has_state_cache(value) for value in (*args, *options.values()))
+        step = self._stateful if has_state else self._attending
+        return step.run(call, args, options)
 
 
 def _after(output: Any, values: Sequence[Any]) -> list[Any]:

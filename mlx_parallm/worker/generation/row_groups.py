@@ -154,7 +154,7 @@ class DecodeGroup:
         return array
 
     def pack(self, array: mx.array) -> mx.array:
-        """See ``RowGroup.give``."""
+        """See ``RowGroup.pack``."""
         if array.ndim >= 2 and array.shape[:2] == (len(self.rows), 1):
             return array
         raise UnsupportedAttentionError(f"an output of shape {array.shape} has no rows")
@@ -171,7 +171,60 @@ class DecodeGroup:
         return self._masks[window]
 
 
-Group = RowGroup | DecodeGroup
+class ProposalGroup:
+    """Sequences with proposals and without as ``[B, L]``, padding included, in a traced function.
+
+    For modules with states. The step has a row for each token, and rows of padding.
+
+    Attributes:
+        rows: the indices 0 to T - 1.
+        length: the number L of tokens of each sequence; those beyond its own mean nothing.
+        offset: the positions of the sequences' first rows, int32 ``[B]``.
+        adapter_rows: the adapters of the sequences; None if no row has one.
+    """
+
+    is_fresh = False
+    continues = False
+    table = None
+    padded_len = 0
+
+    def __init__(
+        self, step: PackedStep, taken: mx.array, packed: mx.array, adapters: AdapterRows | None
+    ) -> None:
+        """Group the rows of a step.
+
+        Args:
+            step: the forward.
+            taken: the row of each token of the group, int32 ``[B, L]``.
+            packed: the token in the group of each row, int32 ``[T]``.
+            adapters: the adapters of the rows; None if no row has one.
+        """
+        self._taken = taken
+        self._packed = packed
+        self.rows = np.arange(packed.shape[0])
+        self.length = taken.shape[1]
+        self.plan = step.plan
+        self.offset = step.positions[taken[:, 0]]
+        self.adapter_rows = adapters and AdapterRows(adapters.slots[taken[:, 0]])
+
+    def take(self, array: mx.array, num_rows: int) -> mx.array:
+        """See ``RowGroup.take``."""
+        if array.ndim < 2 or array.shape[:2] != (num_rows, 1):
+            return array
+        return array[:, 0][self._taken]
+
+    def pack(self, array: mx.array) -> mx.array:
+        """See ``RowGroup.pack``; it returns as many rows as the step has."""
+        if array.ndim >= 2 and array.shape[:2] == self._taken.shape:
+            return array.reshape(-1, 1, *array.shape[2:])[self._packed]
+        raise UnsupportedAttentionError(f"an output of shape {array.shape} has no rows")
+
+    def mask(self, window: int | None, *, as_array: bool) -> mx.array:
+        """Raise UnsupportedAttentionError: modules with states need no mask."""
+        raise UnsupportedAttentionError("a module with a state attends")
+
+
+Group = RowGroup | DecodeGroup | ProposalGroup
 
 
 def make_groups(

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_parallm.types.errors import StepError
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.generation.cache_layout import StateLayout
-from mlx_parallm.worker.layers.kept_states import StateAfter, StateNotes
+from mlx_parallm.worker.layers.kept_states import StateNotes, StateSource
 
 #: States by cache, then by entry: an array ``[B, ...]``, or None for an entry not yet written.
 States = list[list[Any]]
@@ -39,6 +39,66 @@ class UnknownStateError(RuntimeError):
     """A layer's state after some of a step's tokens is not known."""
 
 
+class CountedStates:
+    """The states of a group's rows, each after a number of tokens, made when they are read.
+
+    Attributes:
+        num_rows: the number of rows, padding included.
+        num_sequences: the number of sequences, which have the first rows.
+    """
+
+    def __init__(
+        self, make: Callable[[Sequence[int]], States], counts: Sequence[int], num_sequences: int
+    ) -> None:
+        """``make`` returns the states after these numbers of tokens."""
+        self._make = make
+        self._states: States | None = None
+        self._counts = list(counts)
+        # Rows that are the state of some slot.
+        self._used: set[int] = set()
+        self.num_rows = len(counts)
+        self.num_sequences = num_sequences
+
+    @property
+    def states(self) -> States:
+        """The states, with ``num_rows`` rows each."""
+        if self._states is None:
+            self._states = self._make(self._counts)
+        return self._states
+
+    def use(self, row: int) -> None:
+        """Note that a row is the state of a slot."""
+        self._used.add(row)
+
+    def row_after(self, count: int, row: int, *, is_replaced: bool) -> CountedStates:
+        """Return states of which a row is after ``count`` tokens: these, if nobody minds.
+
+        ``is_replaced``: the slot whose state the row is gets the returned one instead.
+        """
+        counted = self
+        if self._states is not None or (row in self._used and not is_replaced):
+            counted = CountedStates(self._make, self._counts, self.num_sequences)
+        counted._counts[row] = count
+        counted.use(row)
+        return counted
+
+
+class KeptRows:
+    """The states of a group after each number of tokens of each row. See ``KeptStates``."""
+
+    has_each = True
+
+    def __init__(self, counted: CountedStates) -> None:
+        """``counted`` are the states after all tokens of each row."""
+        self._counted = counted
+
+    def row_after(self, count: int, row: int, replaced: _Row | None) -> CountedStates:
+        """See ``KeptStates.row_after``."""
+        is_replaced = replaced == (self._counted, row)
+        self._counted = self._counted.row_after(count, row, is_replaced=is_replaced)
+        return self._counted
+
+
 class KeptStates:
     """The states of a group before a step, and after each of its tokens, made when asked for."""
 
@@ -61,7 +121,7 @@ class KeptStates:
         self._num_rows = num_rows
         self._notes = notes
         self._within = within
-        self._after: list[list[StateAfter | None]] = [[None] * len(entries) for entries in start]
+        self.sources: list[list[StateSource | None]] = [[None] * len(entries) for entries in start]
         self._made: dict[int, StateBatch] = {}
 
     @property
@@ -84,7 +144,15 @@ class KeptStates:
             yield
             for index, cache in caches.items():
                 before = self._start[index]
-                self._after[index] = self._notes.states_after(before, cache.cache, length)
+                self.sources[index] = self._notes.sources_of(before, cache.cache, length)
+
+    def row_after(self, count: int, row: int, replaced: _Row | None) -> StateBatch:
+        """Return states of which this row is after ``count`` tokens.
+
+        ``replaced`` is the row that the slot has which gets it; None if it has none.
+        """
+        del row, replaced
+        return self.after(count)
 
     def after(self, count: int) -> StateBatch:
         """Return the states after ``count`` of the step's tokens.
@@ -98,16 +166,17 @@ class KeptStates:
         return self._made[count]
 
     def _states_after(self, count: int) -> States:
-        if any(after is None for entries in self._after for after in entries):
+        if any(source is None for entries in self.sources for source in entries):
             raise UnknownStateError(f"the states after {count} tokens are not known")
         with self._within():
-            return [[after(count) for after in entries if after] for entries in self._after]
+            return [[each.after(count) for each in entries if each] for entries in self.sources]
 
 
-#: A batch and the index of a row in it.
-_Row = tuple[StateBatch, int]
+#: States of several rows, and the index of a row in them.
+_Batch = StateBatch | CountedStates
+_Row = tuple[_Batch, int]
 #: A kept state: those of its group, the number of tokens after which it is, and the group's row.
-_Kept = tuple[KeptStates, int, int]
+_Kept = tuple[KeptStates | KeptRows, int, int]
 
 
 class StateStore:
@@ -185,7 +254,36 @@ class StateStore:
             self._rows[slot] = batch, row
         self._note(states)
 
-    def keep(self, sequences: Sequence[ScheduledSequence], kept: KeptStates) -> None:
+    def commit_rows(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        make: Callable[[Sequence[int]], States],
+        num_rows: int,
+        length: int,
+    ) -> None:
+        """Keep states of a group that are made when they are read, after all tokens of each row.
+
+        Args:
+            sequences: those of the group, which have the first rows.
+            make: returns the states after so many tokens of each row.
+            num_rows: the number of rows with padding.
+            length: the tokens of padding.
+        """
+
+        def noted(counts: Sequence[int]) -> States:
+            states = make(counts)
+            self._note(states)
+            return states
+
+        counts = [len(sequence.token_ids) for sequence in sequences]
+        counts += [length] * (num_rows - len(counts))
+        counted = CountedStates(noted, counts, len(sequences))
+        for row, sequence in enumerate(sequences):
+            counted.use(row)
+            self._rows[sequence.slot] = counted, row
+        self.keep(sequences, KeptRows(counted))
+
+    def keep(self, sequences: Sequence[ScheduledSequence], kept: KeptStates | KeptRows) -> None:
         """Keep the states of a group's sequences in their ``kept_slots``.
 
         They can be copied before either of the next two steps.
@@ -202,7 +300,7 @@ class StateStore:
 
     def copy(self, source: int, target: int) -> None:
         """Copy the state of slot ``source`` to slot ``target``."""
-        kept, own = self._kept_row(source), self._rows.get(source)
+        kept, own = self._kept_row(source, target), self._rows.get(source)
         self._put(target, kept or (own and self._own(*own)))
 
     def capture(self, source: int, target: int) -> mx.array:
@@ -213,7 +311,7 @@ class StateStore:
         Raises:
             StepError: the slot has no state.
         """
-        place = self._kept_row(source) or self._rows.get(source)
+        place = self._kept_row(source, target) or self._rows.get(source)
         if place is None:
             raise StepError(f"slot {source} has no state to keep")
         batch, row = self._own(*place)
@@ -233,14 +331,15 @@ class StateStore:
         """Drop the arrays of a step that failed, so that no later step evaluates them."""
         self._written.clear()
 
-    def _kept_row(self, slot: int) -> _Row | None:
-        """Return the row of a slot that keeps a state; None if it keeps none."""
+    def _kept_row(self, slot: int, target: int) -> _Row | None:
+        """Return the row of a slot that keeps a state, for a target; None if it keeps none."""
         kept = self._kept.get(slot) or self._kept_before.get(slot)
         if kept is None:
             return None
         states, count, row = kept
-        batch = states.after(count)
-        self._note(batch.states)
+        batch = states.row_after(count, row, self._rows.get(target))
+        if isinstance(batch, StateBatch):
+            self._note(batch.states)
         return batch, row
 
     def _put(self, slot: int, row: _Row | None) -> None:
@@ -257,10 +356,10 @@ class StateStore:
             if slot not in kept and id(batch) in batches and batch.num_rows > 1:
                 self._rows[slot] = self._own(batch, row)
 
-    def _own(self, batch: StateBatch, row: int) -> _Row:
+    def _own(self, batch: _Batch, row: int) -> _Row:
         """Return a batch that has a copy of this row alone, and the row's index in it."""
         if batch.num_rows == 1:
-            return batch, 0
+            return (batch if isinstance(batch, StateBatch) else StateBatch(batch.states, 1)), 0
         # An array index makes a gather, which copies. A slice would keep the whole array alive.
         index = mx.array([row])
         own = [[_rows_of(array, index) for array in entries] for entries in batch.states]
@@ -304,7 +403,7 @@ def _stack(rows: Sequence[_Row], num_rows: int) -> States:
     ]
 
 
-def _runs(rows: Sequence[_Row]) -> Iterator[tuple[StateBatch, mx.array | None]]:
+def _runs(rows: Sequence[_Row]) -> Iterator[tuple[_Batch, mx.array | None]]:
     """Yield each run of rows of one batch, with their indices; None for a whole batch in order."""
     for _, run in groupby(rows, key=lambda row: id(row[0])):
         members = list(run)

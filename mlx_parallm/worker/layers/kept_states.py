@@ -21,8 +21,28 @@ import mlx.nn as nn
 
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 
-#: Returns a state after this number of a call's tokens.
-StateAfter = Callable[[int], mx.array]
+#: How many of a call's tokens a state is after: one number, or int32 ``[B]`` with one of each row.
+Count = int | mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class StateSource:
+    """The arrays that a state is made of after some of a call's tokens.
+
+    Attributes:
+        arrays: the arrays of the call.
+        make: returns the state, given these arrays, or others of the same shapes, and the number of
+            tokens.
+        takes_rows: True if each row may have a number of its own.
+    """
+
+    arrays: Sequence[mx.array]
+    make: Callable[[Sequence[mx.array], Count], mx.array]
+    takes_rows: bool = True
+
+    def after(self, count: Count) -> mx.array:
+        """Return the state after some of the call's tokens."""
+        return self.make(self.arrays, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +67,9 @@ RECURRENCES: Mapping[str, Recurrence] = MappingProxyType(
         "recurrent_gla": Recurrence(("q", "k", "v"), axis=2),
     }
 )
-# PADDED are arguments of these functions for batches that are padded, which no step has.
-PADDED = ("mask", "lengths")
+# MASK, LENGTHS are arguments of these functions for rows of several lengths, bool ``[B, L]`` and
+# int32 ``[B]``.
+MASK, LENGTHS = "mask", "lengths"
 
 
 class StateNotes:
@@ -56,7 +77,7 @@ class StateNotes:
 
     def __init__(self) -> None:
         self._is_on = False
-        self._recurrences: list[tuple[mx.array, StateAfter]] = []
+        self._recurrences: list[tuple[mx.array, StateSource]] = []
         self._inputs: list[mx.array] = []
 
     @contextmanager
@@ -69,20 +90,20 @@ class StateNotes:
             self._is_on = False
             self._recurrences, self._inputs = [], []
 
-    def note_recurrence(self, state: mx.array, after: StateAfter) -> None:
-        """Note a recurrence's state after all tokens, and what returns the states before."""
+    def note_recurrence(self, state: mx.array, source: StateSource) -> None:
+        """Note a recurrence's state after all tokens, and what it is made of."""
         if self._is_on:
-            self._recurrences.append((state, after))
+            self._recurrences.append((state, source))
 
     def note_convolution(self, inputs: mx.array) -> None:
         """Note the inputs of a convolution, ``[B, W - 1 + L, C]`` for a kernel of width W."""
         if self._is_on:
             self._inputs.append(inputs)
 
-    def states_after(
+    def sources_of(
         self, before: Sequence[Any], now: Sequence[Any], length: int
-    ) -> list[StateAfter | None]:
-        """Return what returns each entry of a cache after some of ``length`` tokens.
+    ) -> list[StateSource | None]:
+        """Return what each entry of a cache is made of after some of ``length`` tokens.
 
         A recurrence's state is known by its identity. A convolution's is the window of its inputs
         that has the shape of the entry; of several convolutions of that shape, the first is the
@@ -98,18 +119,17 @@ class StateNotes:
         """
         inputs = list(self._inputs)
         return [
-            self._state_after(old, new, length, inputs)
-            for old, new in zip(before, now, strict=True)
+            self._source_of(old, new, length, inputs) for old, new in zip(before, now, strict=True)
         ]
 
-    def _state_after(
+    def _source_of(
         self, old: Any, new: Any, length: int, inputs: list[mx.array]
-    ) -> StateAfter | None:
+    ) -> StateSource | None:
         if new is old:
-            return lambda _count: old
-        for state, after in self._recurrences:
+            return StateSource([old], lambda arrays, _count: arrays[0])
+        for state, source in self._recurrences:
             if state is new:
-                return after
+                return source
         for index, array in enumerate(inputs):
             if isinstance(new, mx.array) and new.ndim == 3:
                 rows, width, channels = new.shape
@@ -118,8 +138,16 @@ class StateNotes:
         return None
 
 
-def _window(inputs: mx.array, width: int) -> StateAfter:
-    return lambda count: inputs[:, count : count + width]
+def _window(inputs: mx.array, width: int) -> StateSource:
+    """Return a convolution's state: its last ``width`` inputs."""
+
+    def make(arrays: Sequence[mx.array], count: Count) -> mx.array:
+        if isinstance(count, int):
+            return arrays[0][:, count : count + width]
+        places = count[:, None] + mx.arange(width)
+        return mx.take_along_axis(arrays[0], places[..., None], axis=1)
+
+    return StateSource([inputs], make)
 
 
 class NotingStep(Protocol):
@@ -144,18 +172,39 @@ class RecurrenceSeam:
         """Return what mlx_lm's function returns."""
         outputs, state = self.original(*args, **options)
         if self.step is not None and self.step.notes is not None:
-            bound = self._signature.bind(*args, **options)
-            if all(bound.arguments.get(name) is None for name in PADDED):
-                self.step.notes.note_recurrence(state, lambda count: self._after(bound, count))
+            bound = self._signature.bind(*args, **options).arguments
+            if all(bound.get(name) is None for name in (MASK, LENGTHS)):
+                self.step.notes.note_recurrence(state, self._source(bound))
         return outputs, state
 
-    def _after(self, bound: inspect.BoundArguments, count: int) -> mx.array:
-        """Return the state after the first ``count`` tokens of a call."""
-        own = self._signature.bind(*bound.args, **bound.kwargs)
-        tokens = (slice(None),) * self._recurrence.axis + (slice(count),)
-        for name in self._recurrence.tokens:
-            own.arguments[name] = own.arguments[name][tokens]
-        return self.original(*own.args, **own.kwargs)[1]
+    def _source(self, bound: Mapping[str, Any]) -> StateSource:
+        arrays = {name: value for name, value in bound.items() if isinstance(value, mx.array)}
+        others = {name: value for name, value in bound.items() if name not in arrays}
+        names = tuple(arrays)
+
+        def make(values: Sequence[mx.array], count: Count) -> mx.array:
+            return self._after(dict(zip(names, values, strict=True)), others, count)
+
+        takes_rows = MASK in self._signature.parameters
+        return StateSource(list(arrays.values()), make, takes_rows=takes_rows)
+
+    def _after(
+        self, arrays: dict[str, mx.array], others: Mapping[str, Any], count: Count
+    ) -> mx.array:
+        """Return the state after ``count`` tokens of a call with these arguments."""
+        axis, tokens = self._recurrence.axis, self._recurrence.tokens
+        options = dict(others)
+        if isinstance(count, int):
+            part = (slice(None),) * axis + (slice(count),)
+            arrays |= {name: arrays[name][part] for name in tokens}
+        else:
+            length = arrays[tokens[0]].shape[axis]
+            options[MASK] = mx.arange(length) < count[:, None]
+            if LENGTHS in self._signature.parameters:
+                options[LENGTHS] = count
+        call = self._signature.bind_partial()
+        call.arguments.update({**options, **arrays})
+        return self.original(*call.args, **call.kwargs)[1]
 
 
 def note_convolutions(modules: Iterable[nn.Module], notes: StateNotes) -> WrappedCalls:

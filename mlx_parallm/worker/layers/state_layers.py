@@ -87,10 +87,13 @@ class DeltaSeam:
         mask: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
         """Return what mlx_lm's function returns."""
-        if self.step is None or state is None or mask is not None:
+        if self.step is None or state is None or not self._serves(q, v, g, state):
             return self.original(q, k, v, g, beta, state, mask)
-        if not self._serves(q, v, g, state):
-            return self.original(q, k, v, g, beta, state)
+        if mask is not None:
+            # A token with these leaves the state as it is.
+            is_token = mask[..., None]
+            beta = mx.where(is_token, beta, 0)
+            g = mx.where(is_token if g.ndim == mask.ndim + 1 else is_token[..., None], g, 1)
         return self._kernel(q, k, v, g, beta, state)
 
     def _serves(self, q: mx.array, v: mx.array, g: mx.array, state: mx.array) -> bool:

@@ -118,11 +118,18 @@ def _try_long(name: str) -> dict[str, Any]:
         return {"path": path, "error": f"{type(reason).__name__}: {reason}"}
 
 
-def choose(model: Any, config: dict[str, Any], ranks: Ranks | None = None) -> PathChoice:
+def choose(
+    model: Any,
+    config: dict[str, Any],
+    ranks: Ranks | None = None,
+    *,
+    attention: type[ReferenceAttention] = ReferenceAttention,
+) -> PathChoice:
+    """Return the path that a model takes with this attention."""
     return choose_path(
         model,
         probe_layout(model),
-        ReferenceAttention(BLOCK_SIZE),
+        attention(BLOCK_SIZE),
         vocab_size=config["vocab_size"],
         num_blocks=len(LONG_TEXTS) * (-(-(max(LONG_TEXTS) + BLOCK_SIZE) // BLOCK_SIZE)),
         block_size=BLOCK_SIZE,

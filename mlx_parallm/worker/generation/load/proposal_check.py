@@ -55,10 +55,12 @@ class ProposalChoice:
     Attributes:
         batches: True if rows of equal length run as one group.
         keeps_states: see ``RunnerInfo``.
+        compiles: True if steps of these rows and decode rows are calls of a compiled function.
     """
 
     batches: bool = False
     keeps_states: bool = False
+    compiles: bool = False
 
 
 def choose_proposals(
@@ -90,6 +92,7 @@ def choose_proposals(
         path.states.forget()
         logger.debug("rows with proposals: %s", chosen)
     path.batch_proposals, path.keeps_states = chosen.batches, chosen.keeps_states
+    path.compiles_proposals = chosen.compiles
     return chosen
 
 
@@ -101,20 +104,31 @@ class _Check:
         self._texts = texts
         self._block_size = block_size
         self._dtype = dtype
+        self._num_tokens = [NUM_TOKENS] * len(texts)
 
     def choose(self, agree: Callable[[bool], bool]) -> ProposalChoice:
         """Try, and return what was right; ``agree`` returns True if it was so in all ranks."""
         path = self._path
-        path.batch_proposals = path.keeps_states = False
+        path.batch_proposals = path.keeps_states = path.compiles_proposals = False
         apart = self._verify()
         batches = False
         if path.batch_decode:
             path.batch_proposals = True
             batches = agree(self._is_right(lambda: self._is_same(self._verify(), apart)))
         path.batch_proposals, path.keeps_states = batches, True
-        return ProposalChoice(
-            batches=batches, keeps_states=agree(self._is_right(self._keeps_states))
-        )
+        keeps_states = agree(self._is_right(self._keeps_states))
+        compiles = False
+        if keeps_states and path.is_compiled:
+            # The last row has fewer tokens than it is padded to.
+            self._num_tokens[-1] -= 2
+            wanted = self._verify()
+            path.compiles_proposals = True
+            compiles = agree(
+                self._is_right(
+                    lambda: self._is_same(self._verify(), wanted) and self._keeps_states()
+                )
+            )
+        return ProposalChoice(batches=batches, keeps_states=keeps_states, compiles=compiles)
 
     @staticmethod
     def _is_right(attempt: Callable[[], bool]) -> bool:
@@ -147,13 +161,14 @@ class _Check:
         )
         self._prefill()
         changes = _Changes()
-        before = self._states(range(len(self._texts)))
-        for index in range(NUM_TOKENS):
-            firsts = [len(text) - NUM_TOKENS + index for text in self._texts]
-            self._run([self._row(i, first, first + 1) for i, first in enumerate(firsts)])
-            single = self._states(range(len(self._texts)))
-            changes.add(self._take([slots[index] for slots in moved]), single, before)
-            before = single
+        for i, slots in enumerate(moved):
+            before = self._states([i])
+            for index, slot in enumerate(slots):
+                first = self._first(i) + index
+                self._run([self._row(i, first, first + 1)])
+                single = self._states([i])
+                changes.add(self._take([slot]), single, before)
+                before = single
         most = MAX_SHARE.get(self._dtype, MAX_SHARE_16)
         logger.debug("kept states differ by %s of what a token changes", changes.largest_share)
         return changes.largest_share <= most
@@ -163,26 +178,24 @@ class _Check:
         self._prefill()
         return self._run(self._rows_with_proposals())
 
+    def _first(self, index: int) -> int:
+        """Return the position of a row's first token."""
+        return len(self._texts[index]) - self._num_tokens[index]
+
     def _rows_with_proposals(self) -> list[ScheduledSequence]:
-        rows = [
-            self._row(i, len(text) - NUM_TOKENS, len(text)) for i, text in enumerate(self._texts)
-        ]
-        num_proposals = NUM_TOKENS - 1
-        return [
-            replace(
-                row,
-                verify=(_SPEC,) * num_proposals,
-                kept_slots=tuple(len(rows) + num_proposals * i + j for j in range(num_proposals))
-                if self._path.keeps_states
-                else (),
-            )
-            for i, row in enumerate(rows)
-        ]
+        rows = [self._row(i, self._first(i), len(text)) for i, text in enumerate(self._texts)]
+        return [self._with_proposals(row) for row in rows]
+
+    def _with_proposals(self, row: ScheduledSequence) -> ScheduledSequence:
+        count = len(row.token_ids) - 1
+        first = len(self._texts) + NUM_TOKENS * row.slot
+        kept_slots = range(first, first + count) if self._path.keeps_states else ()
+        return replace(row, verify=(_SPEC,) * count, kept_slots=tuple(kept_slots))
 
     def _prefill(self) -> None:
         """Compute all but the last tokens of the texts."""
-        for i, text in enumerate(self._texts):
-            last = len(text) - NUM_TOKENS
+        for i in range(len(self._texts)):
+            last = self._first(i)
             size = max(CHUNK, last // MAX_CHUNKS)
             for start in range(0, last, size):
                 self._run([self._row(i, start, min(start + size, last))])

@@ -89,8 +89,25 @@ class CompiledDecode:
             token_ids: their tokens, int32 ``[T]``.
             adapter_slots: their adapters' slots, int32 ``[T]``; None if no sequence has an adapter.
         """
+        slots, num_rows = [sequence.slot for sequence in sequences], padded_rows(len(sequences))
+        states = self._states.fetch(slots, num_rows)
+        logits, states = self.run(sequences, token_ids, adapter_slots, num_rows, states)
+        self._states.commit(slots, states, num_rows)
+        return logits
+
+    def run(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        token_ids: mx.array,
+        adapter_slots: np.ndarray | None,
+        num_rows: int,
+        states: States,
+    ) -> tuple[mx.array, Any]:
+        """Return logits as ``logits`` does, and what the forward made of ``states``.
+
+        The step has ``num_rows`` rows with padding.
+        """
         count = len(sequences)
-        num_rows = padded_rows(count)
         positions = np.zeros(num_rows, dtype=np.int32)
         positions[:count] = [sequence.start for sequence in sequences]
         rotary = positions
@@ -99,13 +116,12 @@ class CompiledDecode:
             rotary[:count] = positions_of(sequences)
         if num_rows > count:
             token_ids = mx.concatenate([token_ids, mx.zeros(num_rows - count, mx.int32)])
-        slots = [sequence.slot for sequence in sequences]
         inputs = (
             token_ids,
             mx.array(rotary),
             self._backend.decode_arrays(sequences, positions, self._kinds),
             self._chains(),
-            self._states.fetch(slots, num_rows),
+            states,
             self._table_width(sequences),
         )
         if adapter_slots is None:
@@ -116,8 +132,7 @@ class CompiledDecode:
             adapted = (mx.array(padded_slots), self._adapters.arrays(), self._adapters.key)
             logits, chains, states = self._adapted(*inputs, *adapted)
         self._set_chains(chains)
-        self._states.commit(slots, states, num_rows)
-        return logits[:count]
+        return logits[:count], states
 
     def _run_adapted(  # noqa: PLR0913 - those of `_run`, and the adapters
         self,

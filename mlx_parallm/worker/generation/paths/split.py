@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -14,11 +15,18 @@ from typing_extensions import override
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttention
 from mlx_parallm.worker.generation.group_cache import CacheViews
-from mlx_parallm.worker.generation.module_split import ModuleSplit, SplitStep
+from mlx_parallm.worker.generation.module_split import ModuleSplit, ProposalStep, SplitStep
 from mlx_parallm.worker.generation.paged_cache import KVPools, PackedStep
 from mlx_parallm.worker.generation.paths.base import PooledPath, adapter_slots, is_decode
 from mlx_parallm.worker.generation.paths.compiled_decode import CompiledDecode
-from mlx_parallm.worker.generation.row_groups import DecodeGroup, Group, RowGroup, make_groups
+from mlx_parallm.worker.generation.paths.compiled_proposals import CompiledProposals, is_verifying
+from mlx_parallm.worker.generation.row_groups import (
+    DecodeGroup,
+    Group,
+    ProposalGroup,
+    RowGroup,
+    make_groups,
+)
 from mlx_parallm.worker.generation.row_selection import RowSelector
 from mlx_parallm.worker.generation.seam import ModelSeams
 from mlx_parallm.worker.generation.state_store import KeptStates, States
@@ -37,6 +45,8 @@ class SplitPath(PooledPath):
 
     Attributes:
         batch_decode: True to run decode rows as one group.
+        compiles_proposals: True to run steps of decode rows and rows with proposals by a compiled
+            function, which needs ``keeps_states``.
         batch_proposals: True to run rows with proposals of equal length as one group.
     """
 
@@ -83,10 +93,11 @@ class SplitPath(PooledPath):
         self._notes = StateNotes()
         self._noting = note_convolutions(modules, self._notes)
         self._split = ModuleSplit(modules)
+        self.compiles_proposals = False
         if compiles and isinstance(backend, CompilableAttention):
-            self._compiled = CompiledDecode(
-                self._traced, pools.layers, backend, self.adapters, views.states
-            )
+            parts = (pools.layers, backend, self.adapters, views.states)
+            self._compiled = CompiledDecode(self._traced, *parts)
+            self._proposals = CompiledProposals(self._traced_proposals, *parts)
 
     def close(self) -> None:
         """Undo the split of the model's modules."""
@@ -101,6 +112,8 @@ class SplitPath(PooledPath):
         compiled = self._compiled if is_decode(sequences, rows) else None
         if compiled is not None and compiled.is_ready:
             return compiled.logits(sequences, token_ids, slots)
+        if self.compiles_proposals and is_verifying(sequences, rows):
+            return self._verified(sequences, token_ids)
         step = PackedStep.of(self._backend, sequences)
         groups = make_groups(
             sequences,
@@ -137,6 +150,34 @@ class SplitPath(PooledPath):
         notes = self._notes if has_each else None
         num_rows = len(group.sequences)
         return KeptStates(states, num_rows, notes, lambda: self._seams.during(step))
+
+    def _verified(self, sequences: Sequence[ScheduledSequence], token_ids: mx.array) -> mx.array:
+        """Return the logits of all rows, by the compiled function."""
+        assert self._compiled is not None
+        self._proposals.learn_from(self._compiled)
+        return self._proposals.verified(sequences, token_ids)
+
+    @override
+    def forget_weights(self) -> None:
+        super().forget_weights()
+        if self._compiled is not None:
+            self._proposals.forget()
+
+    def _traced_proposals(self, token_ids: mx.array, step: PackedStep, states: States) -> mx.array:
+        """Trace a step of rows with proposals; ``states`` become what they are made of."""
+        taken, packed = states.pop()
+        adapters = self.adapters.rows
+        group = ProposalGroup(step, taken, packed, adapters)
+        rows = DecodeGroup(step, self._block_size, adapters)
+        kept = KeptStates(states, taken.shape[0], self._notes)
+        with_positions = (step.positions, self.adapters)
+        stateful = SplitStep(self._views, [group], [states], [kept], *with_positions)
+        attending = SplitStep(self._views, [rows], [[]], [KeptStates([], 0)], *with_positions)
+        step.notes = self._notes
+        with self._seams.during(step), self._split.during(ProposalStep(attending, stateful)):
+            logits = self._model(token_ids[:, None], cache=self._views.packed(step))
+        states[:] = self._proposals.learn_sources(kept, partial(self._seams.during, step))
+        return logits
 
     def _traced(self, token_ids: mx.array, step: PackedStep, states: States) -> mx.array:
         group = DecodeGroup(step, self._block_size, self.adapters.rows)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.types.errors import StepError
+from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.generation.cache_layout import StateLayout
 from mlx_parallm.worker.generation.state_store import GroupStateCache, States, StateStore
 
@@ -196,3 +197,76 @@ def test_any_order_of_steps_keeps_every_slots_own_state(
                 wanted[slot] += 1
     for slot, value in wanted.items():
         assert rows_of(store, [slot]) == [value]
+
+
+def counted_store(
+    counts: Sequence[int], num_rows: int = 4
+) -> tuple[StateStore, list[list[int]], list[ScheduledSequence]]:
+    """Return a store whose group has states of their numbers of tokens, and which were made."""
+    store, made = store_of(1), list[list[int]]()
+
+    def make(after: Sequence[int]) -> States:
+        made.append(list(after))
+        return [[mx.array([[10.0 * row + count] for row, count in enumerate(after)])]]
+
+    rows = [
+        ScheduledSequence(
+            seq_id=slot,
+            slot=slot,
+            start=9,
+            token_ids=(0,) * count,
+            block_table=(),
+            kept_slots=tuple(range(100 * slot + 100, 100 * slot + 99 + count)),
+        )
+        for slot, count in enumerate(counts)
+    ]
+    store.commit_rows(rows, make, num_rows, 5)
+    return store, made, rows
+
+
+def values_of(store: StateStore, slots: Sequence[int], num_rows: int | None = None) -> list[float]:
+    [[array]] = store.fetch(slots, num_rows)
+    return [float(value) for value in array[:, 0].tolist()]
+
+
+def test_states_of_rows_are_made_once_and_stay_together() -> None:
+    store, made, _ = counted_store([5, 3, 1])
+    store.copy(101, 0)
+    store.copy(200, 1)
+    store.drop_kept()
+    assert made == []
+    # No row is gathered: the padding is that of the group.
+    assert values_of(store, [0, 1, 2], 4) == [2, 11, 21, 35]
+    assert made == [[2, 1, 1, 5]]
+
+
+def test_a_state_that_another_slot_has_stays() -> None:
+    store, made, _ = counted_store([5, 5], num_rows=2)
+    store.copy(0, 7)
+    # The copy of slot 0 has read the states, so others are made for what is taken back.
+    store.copy(103, 0)
+    store.copy(202, 1)
+    store.copy(201, 8)
+    assert values_of(store, [7]) == [5]
+    assert values_of(store, [0, 1]) == [4, 13]
+    assert values_of(store, [8]) == [12]
+    assert made == [[5, 5], [4, 3], [4, 2]]
+
+
+def test_a_group_of_one_row_is_copied_before_it_is_taken_back() -> None:
+    store, _, _ = counted_store([5], num_rows=1)
+    store.copy(0, 7)
+    store.copy(100, 0)
+    assert (values_of(store, [7]), values_of(store, [0])) == ([5], [1])
+
+
+def test_what_was_taken_back_in_a_later_step_leaves_the_others() -> None:
+    store, _, _ = counted_store([5, 5, 1], num_rows=4)
+    store.drop_kept()
+    assert values_of(store, [2]) == [21]
+    store.copy(101, 0)
+    store.drop_kept()
+    assert values_of(store, [0, 1]) == [2, 15]
+    store.copy(200, 1)
+    # Kept states last for two steps.
+    assert store.peek(1) is None
