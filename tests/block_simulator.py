@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from mlx_parallm.types.request import GenerateRequest
@@ -310,11 +310,12 @@ class SimulatedRunner:
             self._state_contents[slot] = self._state_contents[row.slot] | set([content][:count])
             self._state_keys[slot] = self._state_keys[row.slot] | set([key][:count])
 
-    def spoil(self, row: ScheduledSequence) -> None:
-        """Put garbage into the blocks that a row has written."""
+    def spoil(self, row: ScheduledSequence, others: Collection[int]) -> None:
+        """Put garbage into what a row has written, but for blocks that others have."""
         for position in range(row.start, row.start + len(row.token_ids)):
             block = row.block_table[position // self._block_size]
-            self._blocks[block][position % self._block_size] = GARBAGE
+            if block not in others:
+                self._blocks[block][position % self._block_size] = GARBAGE
 
     def _tokens_of(self, row: ScheduledSequence) -> list[int]:
         return [token for block in row.block_table for token in self._blocks[block]]

@@ -323,16 +323,19 @@ class KVCacheManager:
             self._pool.drafted.add(block)
         return block
 
-    def forget_computed(self, table: BlockTable) -> None:
-        """Let no later sequence find what is computed for a table, because it has NaN."""
+    def forget_computed(self, table: BlockTable, links: Sequence[bytes] = ()) -> None:
+        """Let no later sequence find what is computed for a table, because it has NaN.
+
+        ``links``: the hashes of the blocks that it had, if it holds nothing any more.
+        """
         self.withhold(table)
-        links = table.hashes[table.num_cached // self.block_size :]
-        blocks = [self._pool.find(table.root + link) for link in links]
+        links = table.hashes[table.num_cached // self.block_size :] or links
+        places = [self._pool.find(table.root + link) for link in links]
+        blocks = [block for block in places if block is not None]
         for block in blocks:
-            if block is not None:
-                self._pool.forget(block)
+            self._pool.forget(block)
         if self.tiers is not None:
-            self.tiers.saves.forget([block for block in blocks if block is not None])
+            self.tiers.saves.forget(blocks)
 
     def is_current(self, table: BlockTable) -> bool:
         """Return True if what this table computes from now on becomes findable."""

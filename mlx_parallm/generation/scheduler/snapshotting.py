@@ -8,7 +8,7 @@ Nothing finds the snapshot until both have succeeded.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 from mlx_parallm.generation.kv_cache.blocks import BlockTable
@@ -34,6 +34,7 @@ class Capture:
         follows: the content of the snapshot that the sequence began with; empty for none.
         prefix: the content that the prefix will have; empty if its tokens are not known yet.
         content: of the prefix; None until the step has ended.
+        links: the hashes of the blocks that a preempted sequence had computed.
         is_void: True if the snapshot must not be found.
     """
 
@@ -47,6 +48,7 @@ class Capture:
     follows: bytes = b""
     prefix: bytes = b""
     content: bytes | None = None
+    links: list[bytes] = field(default_factory=list[bytes])
     is_void: bool = False
 
 
@@ -223,6 +225,7 @@ class Snapshotter:
         if capture is None:
             return None
         capture.content = tail.content
+        capture.links = table.hashes[table.num_cached // self._kv.block_size :]
         return None if tail.is_whole else tail
 
     def take_copies(self, plan: StepPlan, step_id: int) -> list[tuple[int, int]]:
@@ -263,7 +266,7 @@ class Snapshotter:
             self._settle(capture)
         for capture in bad:
             # KV of layers behind the state has NaN too, and its blocks may be findable by now.
-            self._kv.forget_computed(capture.table)
+            self._kv.forget_computed(capture.table, capture.links)
         return {capture.sequence.group for capture in bad}
 
     def _settle(self, capture: Capture) -> None:

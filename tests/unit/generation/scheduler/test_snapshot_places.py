@@ -252,3 +252,20 @@ def test_without_kv_a_preempted_sequence_computes_nothing_again(
     harness.drain()
     assert harness.scheduler.stats().num_preemptions > 0
     assert sum(batch.num_tokens for batch in harness.batches) == length + 8 + 11 + 8
+
+
+def test_a_nan_in_a_preempted_state_takes_its_blocks_with_it() -> None:
+    harness = SchedulerHarness(num_blocks=17, has_state=True, num_snapshots=9)
+    prompts = {"stays": OTHER[:30], "preempted": PROMPT[:30]}
+    for name, prompt in prompts.items():
+        request = request_of(name, prompt)
+        params = replace(request.params, max_tokens=10)
+        harness.add(replace(request, params=params))
+    while not harness.scheduler.stats().num_preemptions:
+        batch = harness.schedule()
+        assert batch is not None
+        harness.run(batch, spoils=harness.scheduler.stats().num_preemptions > 0)
+    assert harness.tracked.keys() == {"stays"}
+    harness.drain()
+    assert ask(harness, "again", PROMPT[:30]) == 0
+    assert ask(harness, "and again", PROMPT[:30]) == 28

@@ -109,11 +109,12 @@ class StateHarness(VersionHarness):
 
     def _spoil(self, slots: Sequence[int], batch: ScheduledBatch) -> None:
         """Put garbage into the KV that was computed with the states of some slots."""
-        going_on = {row.seq_id for row in batch.sequences}
         for slot in slots:
             row = self._latest_rows.get(slot)
-            if row is not None and row.seq_id in going_on:
-                self._simulated.spoil(row)
+            if row is not None:
+                rest = [each for each in batch.sequences if each.seq_id != row.seq_id]
+                others = {block for each in rest for block in each.block_table}
+                self._simulated.spoil(row, others)
         self._latest_rows |= {row.slot: row for row in batch.sequences}
 
 
