@@ -34,19 +34,19 @@ from mlx_parallm.types.training import (
     TrainableSpec,
     num_tokens,
 )
-from mlx_parallm.worker.ops import (
-    ApplySteps,
-    CloseTraining,
-    MeasureInputs,
-    OpenTraining,
-    PairForward,
-)
 from mlx_parallm.worker.pooling.encoder_adapters import EncoderAdapters
 from mlx_parallm.worker.training.directions import Copies, Directions
 from mlx_parallm.worker.training.pair_forwards import PairForwards
 from mlx_parallm.worker.training.prefix_pool import PrefixPool
 from mlx_parallm.worker.training.sessions import TrainingSessions, first_factors, trained_layers
 from mlx_parallm.worker.training.trainable import TrainableAdapter
+from mlx_parallm.worker.training_ops import (
+    ApplySteps,
+    CloseTraining,
+    MeasureInputs,
+    OpenTraining,
+    PairForward,
+)
 
 MODEL, KEEPER = "model", "keeper"
 # EVALUATED: texts of one forward of an evaluation.

@@ -34,9 +34,12 @@ from mlx_parallm.worker.generation.row_selection import install_row_selection, v
 from mlx_parallm.worker.generation.stock_forward import StockModel
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype
 from mlx_parallm.worker.lora.context import AdapterContext
-from mlx_parallm.worker.ops import OpenTraining, PairForward
 from mlx_parallm.worker.training.sessions import TrainingSessions
 from mlx_parallm.worker.training.trained_decoder import TrainedDecoder
+from mlx_parallm.worker.training_ops import (
+    OpenTraining,
+    PairForward,
+)
 from mlx_parallm.worker.weights.loader import LoadedModel
 
 MODEL, SESSION, SEED = "model", "session", 3

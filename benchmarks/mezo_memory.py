@@ -42,12 +42,17 @@ from mlx_parallm.worker.generation.row_selection import install_row_selection, v
 from mlx_parallm.worker.generation.stock_forward import StockModel
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype
 from mlx_parallm.worker.lora.context import AdapterContext
-from mlx_parallm.worker.ops import ApplySteps, CloseTraining, OpenTraining, PairForward
 from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
 from mlx_parallm.worker.training.sessions import TrainingSessions, first_factors, trained_layers
 from mlx_parallm.worker.training.trainable import TrainableAdapter
 from mlx_parallm.worker.training.trained_decoder import TrainedDecoder
 from mlx_parallm.worker.training.trained_model import TrainedModel
+from mlx_parallm.worker.training_ops import (
+    ApplySteps,
+    CloseTraining,
+    OpenTraining,
+    PairForward,
+)
 from tests.builders.random_models import SHAPES, random_model
 
 MODEL, SESSION = "model", "session"

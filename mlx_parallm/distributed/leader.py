@@ -23,15 +23,11 @@ from mlx_parallm.worker.ops import (
     AddAdapter,
     Allocate,
     Checksums,
-    CloseTraining,
     Done,
     DropAdapter,
     DropPrepared,
-    ForgetTraining,
     Load,
-    MeasureInputs,
     Op,
-    OpenTraining,
     Pending,
     PrepareWeights,
     PutTensors,
@@ -39,6 +35,12 @@ from mlx_parallm.worker.ops import (
     Step,
     Unload,
     Wake,
+)
+from mlx_parallm.worker.training_ops import (
+    CloseTraining,
+    ForgetTraining,
+    MeasureInputs,
+    OpenTraining,
 )
 from mlx_parallm.worker.worker import Worker
 

@@ -19,7 +19,14 @@ from mlx_parallm.types.errors import ParallmError, RequestAbortedError, StepErro
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.training import PairResult
 from mlx_parallm.types.work import Event
-from mlx_parallm.worker.ops import CloseTraining, ForgetTraining, Op, Pending
+from mlx_parallm.worker.ops import (
+    Op,
+    Pending,
+)
+from mlx_parallm.worker.training_ops import (
+    CloseTraining,
+    ForgetTraining,
+)
 from mlx_parallm.worker.worker import Worker
 
 logger = logging.getLogger(__name__)

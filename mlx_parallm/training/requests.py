@@ -7,13 +7,15 @@ from typing import Any
 
 from mlx_parallm.types.work import Ends, RequestWork
 from mlx_parallm.worker.ops import (
+    ReadAdapter,
+)
+from mlx_parallm.worker.training_ops import (
     ApplySteps,
     CloseTraining,
     Materialise,
     MeasureInputs,
     OpenTraining,
     PairForward,
-    ReadAdapter,
 )
 
 TrainingOp = (

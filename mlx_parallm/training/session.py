@@ -51,7 +51,7 @@ from mlx_parallm.types.training import (
     TrainingInput,
     num_tokens,
 )
-from mlx_parallm.worker.ops import (
+from mlx_parallm.worker.training_ops import (
     ApplySteps,
     CloseTraining,
     Materialise,

@@ -11,7 +11,9 @@ from mlx_parallm.training.micro_batches import MicroBatch, micro_batches, naive_
 from mlx_parallm.training.objectives import Measure, f1_loss, losses
 from mlx_parallm.training.records import Costs, Example, Mode, SessionConfig, StepRecord
 from mlx_parallm.types.training import ForwardSize, PairResult, Segment, TrainableInfo, num_tokens
-from mlx_parallm.worker.ops import PairForward
+from mlx_parallm.worker.training_ops import (
+    PairForward,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,15 +34,15 @@ from mlx_parallm.worker.generation.row_selection import (
 from mlx_parallm.worker.generation.stock_forward import StockModel
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype
 from mlx_parallm.worker.lora.context import AdapterContext
-from mlx_parallm.worker.ops import (
+from mlx_parallm.worker.training.sessions import TrainingSessions
+from mlx_parallm.worker.training.trained_decoder import TrainedDecoder
+from mlx_parallm.worker.training_ops import (
     ApplySteps,
     Materialise,
     MeasureInputs,
     OpenTraining,
     PairForward,
 )
-from mlx_parallm.worker.training.sessions import TrainingSessions
-from mlx_parallm.worker.training.trained_decoder import TrainedDecoder
 from mlx_parallm.worker.weights.loader import LoadedModel, load_model
 from tests.builders.random_models import SHAPES, random_model
 from tests.decoder_folders import read_generator

@@ -28,7 +28,15 @@ from mlx_parallm.worker.device.faults import LATE, DeviceFaults
 from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.load.runner import make_runner
-from mlx_parallm.worker.ops import Op, OpenTraining, Pending, PoolBatch, Step
+from mlx_parallm.worker.ops import (
+    Op,
+    Pending,
+    PoolBatch,
+    Step,
+)
+from mlx_parallm.worker.training_ops import (
+    OpenTraining,
+)
 from mlx_parallm.worker.worker import Worker
 from tests import adapter_files
 from tests.compiled_attention import AheadAttention

@@ -29,13 +29,8 @@ from mlx_parallm.types.training import (
 )
 from mlx_parallm.worker.ops import (
     AddAdapter,
-    ApplySteps,
-    CloseTraining,
     DropAdapter,
     Load,
-    Materialise,
-    OpenTraining,
-    PairForward,
     PoolBatch,
     tensor_ops,
 )
@@ -43,6 +38,13 @@ from mlx_parallm.worker.pooling.loading import PoolingLoader
 from mlx_parallm.worker.pooling.plan import PoolingSpec
 from mlx_parallm.worker.training.directions import Directions
 from mlx_parallm.worker.training.sessions import TrainingSessions
+from mlx_parallm.worker.training_ops import (
+    ApplySteps,
+    CloseTraining,
+    Materialise,
+    OpenTraining,
+    PairForward,
+)
 from mlx_parallm.worker.worker import Worker
 from tests.decoder_folders import read_decoder, write_words
 from tests.encoder_folders import golden_arrays, read_golden, write_encoder, write_golden

@@ -17,9 +17,11 @@ from mlx_parallm.worker.generation.row_selection import RowSelector
 from mlx_parallm.worker.generation.stock_forward import StockModel
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers
 from mlx_parallm.worker.lora.context import AdapterContext
-from mlx_parallm.worker.ops import OpenTraining
 from mlx_parallm.worker.training.sessions import TrainingSessions
 from mlx_parallm.worker.training.trained_decoder import TrainedDecoder
+from mlx_parallm.worker.training_ops import (
+    OpenTraining,
+)
 from mlx_parallm.worker.weights.loader import LoadedModel, load_model
 from tests.golden_images import read_vision, vision_names, write_vision
 

@@ -20,16 +20,18 @@ from mlx_parallm.types.training import (
     TrainableSpec,
 )
 from mlx_parallm.worker.ops import (
-    ApplySteps,
-    CloseTraining,
-    ForgetTraining,
     Load,
-    OpenTraining,
-    PairForward,
 )
 from mlx_parallm.worker.pooling.loading import PoolingLoader
 from mlx_parallm.worker.pooling.plan import PoolingSpec
 from mlx_parallm.worker.training.sessions import TrainingSessions
+from mlx_parallm.worker.training_ops import (
+    ApplySteps,
+    CloseTraining,
+    ForgetTraining,
+    OpenTraining,
+    PairForward,
+)
 from mlx_parallm.worker.worker import Worker
 from tests.encoder_folders import golden_arrays, read_golden, write_encoder
 

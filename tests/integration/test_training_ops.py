@@ -20,13 +20,7 @@ from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import Distribution, Segment, Step, TrainableSpec
 from mlx_parallm.worker.ops import (
     AddAdapter,
-    ApplySteps,
-    CloseTraining,
     Load,
-    Materialise,
-    MeasureInputs,
-    OpenTraining,
-    PairForward,
     PoolBatch,
     tensor_ops,
 )
@@ -34,6 +28,14 @@ from mlx_parallm.worker.pooling.loading import PoolingLoader
 from mlx_parallm.worker.pooling.plan import PoolingSpec
 from mlx_parallm.worker.training.pair_forwards import PairForwards
 from mlx_parallm.worker.training.sessions import TrainingSessions
+from mlx_parallm.worker.training_ops import (
+    ApplySteps,
+    CloseTraining,
+    Materialise,
+    MeasureInputs,
+    OpenTraining,
+    PairForward,
+)
 from mlx_parallm.worker.worker import Worker
 from tests.encoder_folders import golden_arrays, read_golden, write_encoder, write_golden
 

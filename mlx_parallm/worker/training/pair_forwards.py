@@ -17,7 +17,9 @@ from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import BranchedText, PairResult, TrainedText, TrainingInput
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
-from mlx_parallm.worker.ops import Pending
+from mlx_parallm.worker.ops import (
+    Pending,
+)
 from mlx_parallm.worker.pooling.layer_stages import StagedJob
 from mlx_parallm.worker.training.directions import Copies
 from mlx_parallm.worker.training.prefix_pool import PrefixPool, padded

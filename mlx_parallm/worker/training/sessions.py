@@ -27,14 +27,7 @@ from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.lora.adapted_layers import find_module
 from mlx_parallm.worker.lora.adapted_modules import kind_of, plain_shape
 from mlx_parallm.worker.ops import (
-    ApplySteps,
-    CloseTraining,
     Done,
-    ForgetTraining,
-    Materialise,
-    MeasureInputs,
-    OpenTraining,
-    PairForward,
     Pending,
 )
 from mlx_parallm.worker.pooling.own_heads import TrainableHead
@@ -49,6 +42,15 @@ from mlx_parallm.worker.training.pair_forwards import PairForwards
 from mlx_parallm.worker.training.prefix_pool import PrefixPool
 from mlx_parallm.worker.training.trainable import TrainableAdapter, TrainedLayer
 from mlx_parallm.worker.training.trained_model import TrainedModel
+from mlx_parallm.worker.training_ops import (
+    ApplySteps,
+    CloseTraining,
+    ForgetTraining,
+    Materialise,
+    MeasureInputs,
+    OpenTraining,
+    PairForward,
+)
 
 TrainingOp = (
     OpenTraining

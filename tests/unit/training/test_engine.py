@@ -13,7 +13,11 @@ from mlx_parallm.training.requests import TrainingEvent, TrainingRequest
 from mlx_parallm.types.errors import InvalidRequestError, StepError
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.training import PairResult
-from mlx_parallm.worker.ops import CloseTraining, ForgetTraining, Materialise
+from mlx_parallm.worker.training_ops import (
+    CloseTraining,
+    ForgetTraining,
+    Materialise,
+)
 
 
 class StagedOp:

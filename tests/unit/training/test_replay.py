@@ -16,7 +16,9 @@ from mlx_parallm.training.service import TrainingService
 from mlx_parallm.training.session_files import LOG
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import TrainableSpec
-from mlx_parallm.worker.ops import ForgetTraining
+from mlx_parallm.worker.training_ops import (
+    ForgetTraining,
+)
 from tests.unit.training.worker_sessions import (
     EXAMPLES,
     MODEL,

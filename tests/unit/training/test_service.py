@@ -38,14 +38,14 @@ from mlx_parallm.types.errors import (
     StorageInUseError,
 )
 from mlx_parallm.types.training import FirstFactors, PairResult
-from mlx_parallm.worker.ops import (
+from mlx_parallm.worker.training.input_directions import InputDirections
+from mlx_parallm.worker.training_ops import (
     CloseTraining,
     Materialise,
     MeasureInputs,
     OpenTraining,
     PairForward,
 )
-from mlx_parallm.worker.training.input_directions import InputDirections
 from tests.encoder_folders import golden_arrays, read_golden, write_encoder
 from tests.unit.training.worker_sessions import CONFIG, EXAMPLES, WorkerTrain, config_of
 
