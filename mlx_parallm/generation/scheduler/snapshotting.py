@@ -109,16 +109,21 @@ class Snapshotter:
     def _places(self, sequence: Sequence) -> tuple[int, ...]:
         """Return the positions of a prompt after which its state is asked for."""
         size = self._kv.block_size
-        request, last = sequence.request, len(sequence.token_ids) - 1
+        request, end = sequence.request, len(sequence.token_ids) - 1
+        last = end
         if request.answer_start is not None and not sequence.output_ids:
-            last = min(last, request.answer_start)
+            last = min(end, request.answer_start)
         turn = request.turn_start
         if turn is None:
             # Where this prompt parts from an earlier one, further ones probably will too.
             table = sequence.blocks
             is_much = table.num_matched - table.num_cached >= LEAST_SHARED
             turn = table.num_matched if is_much else 0
-        return (turn // size * size, last // size * size)
+        places = [turn, last]
+        if end - last >= LEAST_SHARED:
+            # Templates may move much into the next turn, but the same prompt may come again.
+            places.insert(0, end)
+        return tuple(place // size * size for place in places)
 
     def trim(self, plan: StepPlan) -> None:
         """End chunks with a whole block where the state after them is kept."""

@@ -269,3 +269,30 @@ def test_a_nan_in_a_preempted_state_takes_its_blocks_with_it() -> None:
     harness.drain()
     assert ask(harness, "again", PROMPT[:30]) == 0
     assert ask(harness, "and again", PROMPT[:30]) == 28
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize(
+    ("length", "cached"), [(LEAST_SHARED + 10, LEAST_SHARED + 8), (LEAST_SHARED + 9, 8)]
+)
+def test_a_prompt_with_much_that_the_next_turn_moves_is_found_whole_too(
+    length: int, cached: int, *, runs_ahead: bool
+) -> None:
+    """Check a template that writes the tools into the latest turn."""
+    harness = SchedulerHarness(
+        num_blocks=400,
+        max_model_len=1000,
+        has_state=True,
+        runs_ahead=runs_ahead,
+        num_snapshots=9,
+        snapshot_tokens=1000,
+        config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+    )
+    prompt, next_turn = (*LONG, *other(0))[:length], (*LONG[:9], *other(1))
+    cached_tokens: list[int] = []
+    for name, text in (("first", prompt), ("again", prompt), ("next", next_turn)):
+        harness.add(replace(request_of(name, text, 9), answer_start=9))
+        tracked = harness.tracked[name]
+        harness.drain()
+        cached_tokens.append(tracked.num_cached)
+    assert cached_tokens == [0, cached, 8]
