@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import count
@@ -277,7 +278,7 @@ class Scheduler:
         }
         return ScheduledBatch(
             step_id=step_id,
-            sequences=tuple(_row(sequence, tokens, plan) for sequence, tokens in rows),
+            sequences=tuple(_scheduled(rows, plan)),
             block_copies=tuple(plan.block_copies.values()),
             state_copies=(
                 *captures,
@@ -432,7 +433,7 @@ class Scheduler:
     def _commit(self, sequence: Sequence, begun: RowInFlight, num_computed: int) -> None:
         if sequence.table is begun.table:
             self._kv.commit(sequence.blocks, sequence.token_ids, num_computed)
-            if num_computed % self._kv.block_size == 0:
+            if self._snapshotter.cuts and num_computed % self._kv.block_size == 0:
                 self._snapshotter.resolve(sequence, num_computed)
 
     def _update(
@@ -447,7 +448,7 @@ class Scheduler:
             index=sequence.index,
             token=token,
             finish_reason=reason,
-            stop_reason=sequence.stop_reason(token, reason),
+            stop_reason=None if reason is None else sequence.stop_reason(token, reason),
             prompt=None if sequence.group.is_reported else sequence.group.take_prompt_event(),
             version=row.version,
         )
@@ -485,12 +486,11 @@ class Scheduler:
             self._ended.append(sequence.seq_id)
 
 
-def _row(sequence: Sequence, num_tokens: int, plan: StepPlan) -> ScheduledSequence:
-    if not (plan.proposals or plan.draft_ends):
-        return sequence.schedule(num_tokens)
-    return sequence.schedule(
-        num_tokens,
-        plan.proposals.get(sequence, ()),
-        plan.draft_ends.get(sequence),
-        plan.kept_slots.get(sequence, ()),
-    )
+def _scheduled(rows: Iterable[tuple[Sequence, int]], plan: StepPlan) -> Iterator[ScheduledSequence]:
+    speculates = bool(plan.proposals or plan.draft_ends)
+    for sequence, num_tokens in rows:
+        if not speculates:
+            yield sequence.schedule(num_tokens)
+            continue
+        proposals, slots = plan.proposals.get(sequence, ()), plan.kept_slots.get(sequence, ())
+        yield sequence.schedule(num_tokens, proposals, plan.draft_ends.get(sequence), slots)
