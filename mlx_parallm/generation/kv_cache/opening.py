@@ -81,6 +81,8 @@ def make_snapshots(
         cache: the settings.
         num_seqs: the most running sequences, whose slots come before those of snapshots.
     """
+    if not info.has_state and cache.state_cache_bytes is not None:
+        logger.warning("%s keeps no state, so it ignores --state-cache-memory", share.name)
     if not info.has_state or not cache.enable_prefix_caching:
         return None
     if info.state_bytes and share.num_snapshots:
