@@ -52,10 +52,11 @@ class KVShare:
         plan, size, least = self.plan, self.plan.state_bytes, self.num_bytes // SNAPSHOT_SHARE
         if not size:
             return self
-        most = min(SNAPSHOTS * size, least) if limit is None else limit
         if not plan.has_kv:
             # Its blocks take no memory.
-            return replace(self, num_snapshots=min(most, self.num_bytes) // size)
+            most = min(SNAPSHOTS * size if limit is None else limit, self.num_bytes)
+            return replace(self, num_snapshots=most // size)
+        most = min(SNAPSHOTS * size, least) if limit is None else limit
         spare = max(least, (self.num_blocks - plan.context_blocks) * plan.block_bytes)
         count = min(most, spare, (self.num_blocks - 1) * plan.block_bytes) // size
         blocks = -(-count * size // plan.block_bytes)
@@ -150,7 +151,13 @@ def share_budget(plans: Sequence[KVPlan], budget: int, num_engines: int = 1) -> 
     if any(count < plan.context_blocks for count, plan in zip(blocks, plans, strict=True)):
         return blocks
     left = budget - _bytes_of(blocks, plans)
-    weights = [plan.wanted_bytes - plan.context_blocks * plan.block_bytes for plan in plans]
+    weights = [
+        plan.wanted_bytes
+        - plan.context_blocks * plan.block_bytes
+        # Without KV the memory is for snapshots alone.
+        + (0 if plan.has_kv else SNAPSHOTS * plan.state_bytes)
+        for plan in plans
+    ]
     if not any(weights):
         weights = [plan.wanted_bytes for plan in plans]
     total = sum(weights)

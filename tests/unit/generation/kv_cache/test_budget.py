@@ -183,7 +183,9 @@ def test_snapshots_take_a_part_of_the_share(
     whole = KVShare("m", claim, num_blocks)
     share = whole.with_snapshots(limit)
     eighth = whole.num_bytes // 8
-    wanted = min(64 * state_bytes, eighth) if limit is None else limit
+    wanted = (
+        min(64 * state_bytes, eighth if has_kv else whole.num_bytes) if limit is None else limit
+    )
     assert share.snapshot_bytes <= min(wanted, whole.num_bytes)
     if num_blocks > 1:
         # A context that takes all the memory, or is cut already, leaves an eighth for snapshots.
@@ -193,6 +195,13 @@ def test_snapshots_take_a_part_of_the_share(
         assert share.num_blocks >= max(1, min(context, num_blocks - -(-eighth // block_bytes)))
     else:
         assert share.num_blocks == num_blocks
+
+
+def test_a_model_without_kv_has_memory_for_its_states_beside_another_model() -> None:
+    large = plan(131_072, token_bytes=40)
+    without = KVPlan(BLOCK, 64 * BLOCK, 128 * 64, 1024, state_bytes=20 << 20, has_kv=False)
+    blocks = share_budget([large, without], 8 << 30)
+    assert KVShare("m", without, blocks[1]).with_snapshots(None).num_snapshots >= 16
 
 
 def test_no_models_share_nothing() -> None:
