@@ -63,9 +63,10 @@ from mlx_parallm.worker.worker import Worker
 logger = logging.getLogger(__name__)
 # CUDA_TOKEN_BUDGET: tokens of a step that keep an NVIDIA GPU busy; other devices take too long.
 CUDA_TOKEN_BUDGET = 2048
-# CPU_BATCH_SIZE: most sequences that decode for which proposals pay on the CPU, where every row
-# takes its time; see ``speculating.DEFAULT_BATCH_SIZE``.
-CPU_BATCH_SIZE = 4
+# SMALL_BATCH_SIZE: most sequences that decode for which proposals pay on the CPU, where every row
+# takes its time, and for models with a state, whose steps with proposals have several shapes; see
+# ``speculating.DEFAULT_BATCH_SIZE``.
+SMALL_BATCH_SIZE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +273,10 @@ def speculative_for(
             f"{name} keeps a state in caches of an unknown kind (path {info.path}), which cannot "
             "follow refused proposals; serve it without --speculative-config."
         )
-    if config.disable_by_batch_size is not None or backend_name() != "cpu":
+    is_small = backend_name() == "cpu" or info.has_state
+    if config.disable_by_batch_size is not None or not is_small:
         return config
-    return replace(config, disable_by_batch_size=CPU_BATCH_SIZE)
+    return replace(config, disable_by_batch_size=SMALL_BATCH_SIZE)
 
 
 def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltModel:

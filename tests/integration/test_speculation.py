@@ -284,6 +284,9 @@ def test_what_is_left_open_the_device_decides() -> None:
     assert speculative_for(None, make_info(), "m") is None
     few = SpeculativeConfig(disable_by_batch_size=3)
     assert speculative_for(few, make_info(), "m") == few
+    stateful = make_info(has_state=True, state_bytes=1)
+    small = speculative_for(SpeculativeConfig(), stateful, "m")
+    assert small == SpeculativeConfig(disable_by_batch_size=4)
     chosen = speculative_for(SpeculativeConfig(), make_info(), "m")
     assert chosen is not None
     assert chosen.disable_by_batch_size is not None
