@@ -96,7 +96,7 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--num-turns", type=int, default=8)
     parser.add_argument("--system-tokens", type=int, default=4000)
     parser.add_argument("--turn-tokens", type=int, default=500)
-    parser.add_argument("--num-requests", type=int, default=256, help="of the part chats")
+    parser.add_argument("--num-requests", type=int, default=512, help="of 64 chats")
     parser.add_argument("--repetitions", type=int, default=5, help="of speculation and decode")
     parser.add_argument("--mlx-vlm", type=Path, metavar="PYTHON", help="measure mlx-vlm too")
     parser.add_argument("--against", type=Path, metavar="TREE", help="another checkout")
