@@ -426,6 +426,7 @@ class GenerateRequest:
             max_output=self.params.max_tokens,
             prefix=self._meanings(),
             turn_start=self.turn_start,
+            answer_start=self.answer_start,
             model=self.model,
             inputs=[each for each in costly if each],
             cache_key=(

@@ -70,6 +70,7 @@ class RequestWork:
             none is kept.
         turn_start: tokens of ``prefix`` with which the next request probably begins too; None if
             unknown.
+        answer_start: likewise, if that adds the answer and a further turn.
         model: the first name of the model; empty if it keeps no states after prefixes.
         inputs: the tokens of each input whose result is kept for equal inputs; empty if none is.
         cache_key: requests with different keys share nothing.
@@ -90,6 +91,7 @@ class RequestWork:
     max_output: int | None = 0
     prefix: Sequence[int] = ()
     turn_start: int | None = None
+    answer_start: int | None = None
     model: str = ""
     inputs: Sequence[tuple[int, ...]] = ()
     cache_key: Hashable = ()

@@ -26,12 +26,14 @@ class WorkKeys:
         inputs: a key for each input whose result is kept, with its number of tokens.
         model: the first name of its model.
         turn: number of whole chunks before the latest turn; None if that is unknown.
+        end: number of whole chunks with which the next turn begins; all, if that is unknown.
     """
 
     chunks: list[int]
     inputs: list[tuple[int, int]]
     model: str = ""
     turn: int | None = None
+    end: int = 0
 
 
 def keys_of(work: RequestWork) -> WorkKeys:
@@ -42,8 +44,11 @@ def keys_of(work: RequestWork) -> WorkKeys:
         key = hash((key, tuple(work.prefix[end - CHUNK : end])))
         chunks.append(key)
     inputs = [(hash((root, each)), len(each)) for each in work.inputs]
-    turn = None if work.turn_start is None else work.turn_start // CHUNK
-    return WorkKeys(chunks, inputs, work.model, turn)
+    last = end = len(chunks)
+    if work.answer_start is not None:
+        end = min(last, work.answer_start // CHUNK)
+    turn = None if work.turn_start is None else min(last, work.turn_start // CHUNK)
+    return WorkKeys(chunks, inputs, work.model, turn, end)
 
 
 class CacheMirror:
@@ -140,15 +145,15 @@ class _MirroredStates:
         Where no turn is known, that is where the prompt parts from earlier ones, of which the
         engine has ``num_blocks`` chunks.
         """
-        num_found, last = self.num_found(keys, num_blocks), len(keys.chunks)
+        num_found = self.num_found(keys, num_blocks)
         if num_found:
             self.kept.use(keys.chunks[num_found - 1])
         step = max(1, self.cache.interval // CHUNK)
-        for place in range(num_found + step, last, step):
+        for place in range(num_found + step, len(keys.chunks), step):
             self.kept.use(keys.chunks[place - 1], is_passing=True)
         turn = keys.turn
         if turn is None:
             turn = num_blocks if num_blocks - num_found >= LEAST_SHARED // CHUNK else 0
-        for place in (turn, last):
+        for place in (turn, keys.end):
             if place > num_found:
                 self.kept.use(keys.chunks[place - 1])

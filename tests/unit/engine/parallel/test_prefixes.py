@@ -20,8 +20,19 @@ LONG = LEAST_SHARED // CHUNK
 SYSTEM, OTHER = tokens(1, 4 * CHUNK), tokens(2, 4 * CHUNK)
 
 
-def work(*prompt: int, turn_start: int | None = None, model: str = MODEL) -> RequestWork:
-    return RequestWork(num_tokens=len(prompt), prefix=prompt, turn_start=turn_start, model=model)
+def work(
+    *prompt: int,
+    turn_start: int | None = None,
+    answer_start: int | None = None,
+    model: str = MODEL,
+) -> RequestWork:
+    return RequestWork(
+        num_tokens=len(prompt),
+        prefix=prompt,
+        turn_start=turn_start,
+        answer_start=answer_start,
+        model=model,
+    )
 
 
 def turn(number: int, num_chunks: int = 2) -> tuple[int, ...]:
@@ -54,6 +65,15 @@ def mirror(cache: StateCache = STATES, *earlier: RequestWork, tokens: int = FULL
             4,
             6,
         ),
+        # What opens the answer is another in the next prompt, and in the prompt's last chunk.
+        (
+            work(*SYSTEM, *turn(1), *turn(8), answer_start=len(SYSTEM) + len(turn(1))),
+            work(*SYSTEM, *turn(1), *turn(2)),
+            6,
+            6,
+        ),
+        # Places beyond a prompt are at its end.
+        (work(*SYSTEM, turn_start=9999, answer_start=9999), work(*SYSTEM), 4, 4),
         # Another chat with the same system prompt.
         (work(*SYSTEM, *turn(1), turn_start=len(SYSTEM)), work(*SYSTEM, *turn(2)), 4, 4),
         # Blocks without a state are of no use.
