@@ -16,7 +16,7 @@ from mlx_parallm.worker.generation.load.runner import make_draft, make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.weights.loader import LoadedModel, load_model
 from tests.golden_images import GoldenImages, read_vision, write_vision
-from tests.integration.test_parity_generate import BLOCK_SIZE, Session
+from tests.integration.test_parity_generate import BLOCK_SIZE, NUM_SNAPSHOTS, Session
 from tests.integration.test_prompt_embeds import InputRunner
 
 MAX_LEN, NUM_BLOCKS = 256, 256
@@ -92,10 +92,17 @@ class ImageSession(Session):
         budget: int = 24,
         runner: ModelRunner | None = None,
         speculative: SpeculativeConfig | None = None,
+        num_snapshots: int = NUM_SNAPSHOTS,
     ) -> None:
         budget = max(budget, longest_uncut(name))
         runner = runner or runner_of(name, backend)
-        super().__init__(runner, num_blocks=num_blocks, budget=budget, speculative=speculative)
+        super().__init__(
+            runner,
+            num_blocks=num_blocks,
+            budget=budget,
+            speculative=speculative,
+            num_snapshots=num_snapshots,
+        )
         self.images = self.runner = InputRunner(runner)
         # Another session's features are no part of this one.
         self.images.runner.inputs.features.clear()

@@ -103,14 +103,14 @@ class Chats:
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = write_hybrid(tmp_path_factory.mktemp("models") / "hybrid")
     server = ServerProcess(
         "--model", str(folder), "--served-model-name", "hybrid", "--dtype", "float32"
     )
     try:
         server.wait_until_ready()
-        yield server.url
+        yield server
         num_kept, num_made = (
             server.metric(f"vllm:state_snapshot{name}") for name in ("s", "_captures_total")
         )
@@ -119,6 +119,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         assert server.metric("vllm:state_snapshot_bytes") % num_kept == 0
     finally:
         server.stop()
+
+
+@pytest.fixture
+def url(server: ServerProcess) -> str:
+    return server.url
 
 
 @pytest.fixture

@@ -131,6 +131,7 @@ class Session:
         tiers: Tiers | None = None,
         weights: PolicyWeights | None = None,
         has_kv: bool = True,
+        num_snapshots: int = NUM_SNAPSHOTS,
     ) -> None:
         info = runner.info
         self.weights = weights
@@ -139,7 +140,7 @@ class Session:
             info.block_size,
             tiers=tiers,
             num_seqs=8,
-            num_snapshots=NUM_SNAPSHOTS * bool(info.state_bytes) if info.has_state else None,
+            num_snapshots=num_snapshots * bool(info.state_bytes) if info.has_state else None,
             has_kv=has_kv,
         )
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget)

@@ -84,7 +84,8 @@ class TurnedRows:
 @cache
 def continued(name: str, number: int) -> Continued:
     """Return what a model makes of a prompt that runs alone and in one chunk."""
-    session = ImageSession(name, budget=MAX_LEN)
+    # Prompts are cut where states are kept.
+    session = ImageSession(name, budget=MAX_LEN, num_snapshots=0)
     length = len(golden_of(name)["prompts"][number]["ids"])
     inputs = LayerInputs()
     with (
