@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mlx_parallm.generation.inputs.prompt_inputs import NO_INPUTS, PromptInputs
 from mlx_parallm.types.content import block_hash
@@ -168,6 +168,13 @@ class BlockTable:
         """
         key = self.inputs.block_key(start, stop)
         return block_hash(self.parent if parent is None else parent, token_ids[start:stop], key)
+
+    def links(self, token_ids: Sequence[int], stop: int, block_size: int) -> Iterator[bytes]:
+        """Yield the hashes of the full blocks behind a table's that begin before ``stop``."""
+        link = self.parent
+        for start in range(len(self.hashes) * block_size, stop, block_size):
+            link = self.link(token_ids, start, start + block_size, link)
+            yield link
 
     def count_whole(self, num_blocks: int, block_size: int) -> int:
         """Return how many of a prompt's first blocks, at most ``num_blocks``, may be a prefix.

@@ -262,10 +262,8 @@ class KVCacheManager:
 
     def content_after(self, table: BlockTable, token_ids: Sequence[int], num_tokens: int) -> bytes:
         """Return the content of the last of a table's first blocks, which may not be computed."""
-        size, link = self.block_size, table.parent
-        for start in range(len(table.hashes) * size, num_tokens, size):
-            link = table.link(token_ids, start, start + size, link)
-        return table.root + link
+        links = [table.parent, *table.links(token_ids, num_tokens, self.block_size)]
+        return table.root + links[-1]
 
     def continue_stored(
         self,

@@ -132,11 +132,9 @@ class StoredChains:
         return self._snapshots is not None and self._pool.find(table.root + link) is not None
 
     def _links(self, table: BlockTable, token_ids: Sequence[int]) -> Iterator[bytes]:
-        """Yield the hashes of the blocks behind a table's; one token is left to compute."""
-        size, link = self._block_size, table.parent
-        for start in range(len(table.hashes) * size, len(token_ids) - size, size):
-            link = table.link(token_ids, start, start + size, link)
-            yield link
+        """Return the hashes of the blocks behind a table's; one token is left to compute."""
+        size = self._block_size
+        return table.links(token_ids, len(token_ids) - size, size)
 
     def _find_blocks(
         self, table: BlockTable, root: bytes, links: Sequence[bytes]
