@@ -14,7 +14,7 @@ from mlx_parallm.generation.scheduler.planner import Planner
 from mlx_parallm.generation.scheduler.running import LiveRequests, RunningSet
 from mlx_parallm.generation.scheduler.sequence import RequestGroup, RowInFlight, Sequence
 from mlx_parallm.generation.scheduler.snapshotting import Snapshotter
-from mlx_parallm.generation.scheduler.speculating import KeptStates, Speculator, take_copies
+from mlx_parallm.generation.scheduler.speculating import KeptSlots, Speculator, take_copies
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
 from mlx_parallm.generation.scheduler.updates import (
     SchedulerStats,
@@ -63,7 +63,7 @@ class Scheduler:
         self._live = LiveRequests(self._running, config.max_waiting)
         kept = None
         if has_state:
-            kept = KeptStates(config.max_num_seqs + kv.num_snapshot_slots, keeps_states)
+            kept = KeptSlots(config.max_num_seqs + kv.num_snapshot_slots, keeps_states)
         self._speculator = speculative and Speculator(speculative, kv, self._max_len, kept)
         self._snapshotter = Snapshotter(kv, snapshot_tokens, has_state=has_state)
         self._planner = Planner(

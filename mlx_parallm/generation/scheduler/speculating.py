@@ -28,7 +28,7 @@ DEFAULT_BATCH_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class KeptStates:
+class KeptSlots:
     """The slots in which rows with proposals keep states of sequences.
 
     Attributes:
@@ -54,7 +54,7 @@ class Speculator:
         config: SpeculativeConfig,
         kv: KVCacheManager,
         max_model_len: int,
-        kept: KeptStates | None = None,
+        kept: KeptSlots | None = None,
     ) -> None:
         """Begin without proposals; ``kept`` is None if sequences have no state."""
         self._config = config

@@ -71,7 +71,7 @@ class CountedStates:
         self._used.add(row)
 
     def row_after(self, count: int, row: int, *, is_replaced: bool) -> CountedStates:
-        """Return states of which a row is after ``count`` tokens: these, if nobody minds.
+        """Return states of which a row is after ``count`` tokens: these, if no slot has the row.
 
         ``is_replaced``: the slot whose state the row is gets the returned one instead.
         """

@@ -155,7 +155,7 @@ class NotingStep(Protocol):
 
     @property
     def notes(self) -> StateNotes | None:
-        """Where calls are noted; None if nobody reads the notes."""
+        """Where calls are noted; None if the notes are not read."""
         ...
 
 
