@@ -25,6 +25,7 @@ from mlx_parallm.types.step import (
     SampleSpec,
     ScheduledBatch,
     ScheduledSequence,
+    SourceTable,
 )
 
 # STAND_IN: the spec of every sampled row on a follower, which samples nothing.
@@ -36,6 +37,7 @@ HAS_MEMBERS, HAS_LENGTHS, HAS_TOKENS, HAS_TABLES, HAS_RARE, HAS_COPIES, HAS_ADAP
 # HEAD: the size of the numbers; the adapters follow them, as JSON.
 HEAD = struct.Struct("<I")
 PENDING = (PENDING_TOKEN,)
+NO_SOURCE = SourceTable(block_table=(), num_tokens=0)
 Table = tuple[int, ...]
 # NARROW, WIDE: the codes of ``array`` for signed integers of 4 and of 8 bytes.
 NARROW, WIDE = "i", "q"
@@ -82,7 +84,9 @@ class StepEncoder:
         # A list for each attribute costs less than anything that looks at a row as a whole.
         numbers = [0, batch.step_id, len(rows), *[row.start for row in rows]]
         flags = _add_tokens(numbers, [row.token_ids for row in rows])
-        rare = [row for row in rows if row.target_ids or row.inputs or row.rope_offsets]
+        rare = [
+            row for row in rows if row.target_ids or row.inputs or row.rope_offsets or row.source
+        ]
         if flags & HAS_LENGTHS:
             # Proposals are tokens behind a row's first.
             rare += [row for row in rows if row.verify]
@@ -239,6 +243,8 @@ def _add_rare(numbers: list[int], rows: Sequence[ScheduledSequence]) -> None:
         for part in row.inputs:
             numbers += (part.slot, part.first_row, part.num_rows, part.offset)
         numbers += chain.from_iterable(row.rope_offsets)
+        source = row.source or NO_SOURCE
+        numbers += (source.num_tokens, len(source.block_table), *source.block_table)
 
 
 def _read_rare(numbers: NumberReader, rows: Sequence[Any]) -> None:
@@ -251,6 +257,11 @@ def _read_rare(numbers: NumberReader, rows: Sequence[Any]) -> None:
         row.target_ids = (0,) * num_targets
         row.inputs = tuple(_read_input(numbers) for _ in range(num_inputs))
         row.rope_offsets = _pairs(numbers.take(2 * num_offsets))
+        num_source_tokens, num_blocks = numbers.take(2)
+        source = SourceTable(
+            block_table=tuple(numbers.take(num_blocks)), num_tokens=num_source_tokens
+        )
+        row.source = source if num_source_tokens else None
 
 
 def _read_input(numbers: NumberReader) -> InputRows:

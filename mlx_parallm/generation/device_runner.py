@@ -119,6 +119,7 @@ class DeviceRunner(Runner):
                     slots=stages.slots,
                     kind=stages.begun[0].kind,
                     handles=handles,
+                    places=stages.places,
                 )
             )
         finally:

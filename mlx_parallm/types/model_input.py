@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -14,10 +16,12 @@ class InputKind(StrEnum):
     PROMPT_EMBEDS = "prompt_embeds"
     #: An image, of which the model's tower computes such rows.
     IMAGE = "image"
+    #: What the encoder of an encoder-decoder reads; its product is cross-attention KV.
+    SOURCE = "source"
 
 
 #: ``TOKEN_IDS``: the array of an image with the token ids of its rows, int32 ``[rows]``;
-#: ``FEATURE`` where a row is one of the tower's.
+#: ``FEATURE`` where a row is one of the tower's. The array of a source text with its tokens.
 TOKEN_IDS = "token_ids"
 FEATURE = -1
 #: ``POSITIONS``: the array of an input with the position ids of its rows on each axis, counted from
@@ -72,8 +76,10 @@ class ModelInput:
         num_positions: the position ids that its rows take, where these are not their places: then
             the array ``POSITIONS`` has them, and what follows begins so many behind its first row
             (M-RoPE, arXiv:2409.12191). None: as many as rows.
-        shape_key: inputs of a kind with equal keys have arrays of equal shapes and can be computed
-            together; None if it is computed alone.
+        shape_key: inputs of a kind with equal keys can be computed together: their arrays have
+            equal shapes, or are texts, which need none. None if it is computed alone.
+        num_kv_tokens: the positions of KV that the product takes in blocks of the pool; 0 for
+            features, which the worker keeps in a slot.
     """
 
     kind: InputKind
@@ -85,6 +91,26 @@ class ModelInput:
     may_cut: bool = True
     num_positions: int | None = None
     shape_key: str | None = None
+    num_kv_tokens: int = 0
+
+
+def source_of(token_ids: Sequence[int]) -> ModelInput:
+    """Return a source text of these tokens, at least one."""
+    data = array("i", token_ids).tobytes()
+    return ModelInput(
+        kind=InputKind.SOURCE,
+        content=hashlib.blake2b(data, digest_size=32).hexdigest(),
+        arrays={TOKEN_IDS: HostArray("int32", (len(token_ids),), data)},
+        nbytes=0,
+        cost=len(token_ids),
+        shape_key=TOKEN_IDS,
+        num_kv_tokens=len(token_ids),
+    )
+
+
+def num_source_tokens(inputs: Iterable[ModelInput]) -> int:
+    """Return the number of positions that sources have."""
+    return sum(each.num_kv_tokens for each in inputs)
 
 
 def without_arrays(source: ModelInput) -> ModelInput:
@@ -113,6 +139,21 @@ class InputRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourcePlace:
+    """Where the KV of a source goes, and what it is computed with.
+
+    Attributes:
+        block_table: ids of the KV blocks that hold its positions.
+        adapter_slot: slot of the adapter, which stays there while the run lasts; 0 is none.
+        adapter: the adapter's digest; None for none.
+    """
+
+    block_table: tuple[int, ...]
+    adapter_slot: int = 0
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InputStages:
     """Stages of the computation of some inputs together, their run.
 
@@ -123,11 +164,13 @@ class InputStages:
         num_stages: how many stages are computed.
         is_last: True if none is left then.
         tokens: their share of the inputs' cost.
+        places: where the KV of each input goes, if the run begins and its products are KV.
     """
 
     run: int
     slots: tuple[int, ...]
     begun: tuple[ModelInput, ...] = ()
+    places: tuple[SourcePlace, ...] = ()
     num_stages: int
     is_last: bool
     tokens: float

@@ -198,6 +198,19 @@ class DraftInput:
 
 
 @message
+class SourceTable:
+    """The KV of a source, which every row of a sequence attends to.
+
+    Attributes:
+        block_table: ids of its KV blocks.
+        num_tokens: its positions, at least one.
+    """
+
+    block_table: tuple[int, ...]
+    num_tokens: int
+
+
+@message
 class ScheduledSequence:
     """One sequence's share of a step: a decode row (one token), one with proposals, or a chunk.
 
@@ -231,6 +244,8 @@ class ScheduledSequence:
         inputs: rows that stand in place of the embeddings of some of ``token_ids``.
         rope_offsets: pairs of an index into ``token_ids`` and a number: from there on position ids,
             by which RoPE turns, are places plus that number. Empty: they are places.
+        source: what the rows attend to besides their own sequence; None for a model without an
+            encoder.
     """
 
     seq_id: int
@@ -250,6 +265,7 @@ class ScheduledSequence:
     prompt_entropy: bool = False
     inputs: tuple[InputRows, ...] = ()
     rope_offsets: tuple[tuple[int, int], ...] = ()
+    source: SourceTable | None = None
 
     @property
     def proposals(self) -> tuple[int, ...]:
@@ -386,7 +402,9 @@ class RunnerInfo:
         is_compiled: True if steps of decode rows call a compiled function.
         input_width: numbers per row of an input besides tokens; 0 if the model takes none.
         input_kinds: the kinds of inputs that the model takes besides tokens.
-        num_tower_stages: the stages in which the features of an image are computed.
+        num_tower_stages: the stages in which the features of an image, or the KV of a source, are
+            computed.
+        max_source_len: longest source, in positions; 0 if the model has no encoder.
     """
 
     path: str
@@ -407,6 +425,7 @@ class RunnerInfo:
     num_tower_stages: int = 1
     state_bytes: int = 0
     keeps_states: bool = False
+    max_source_len: int = 0
 
 
 class StepInFlight(Protocol):

@@ -21,7 +21,7 @@ from typing_extensions import override
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.types.content import Buffer
-from mlx_parallm.types.model_input import InputKind
+from mlx_parallm.types.model_input import InputKind, SourcePlace
 from mlx_parallm.types.pooling import OwnHead, PoolingInput
 from mlx_parallm.types.step import ScheduledBatch, StepOutput
 
@@ -201,23 +201,26 @@ class WriteStates(Op[None]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeInputs(Op[None]):
-    """Compute the products of inputs besides tokens; later steps name their slots.
+    """Compute the products of inputs besides tokens; later steps name their slots, or blocks.
 
-    ``begin`` computes nothing. Images take ``RunnerInfo.num_tower_stages`` stages, other inputs
-    one. A product whose slot is dropped meanwhile is not kept.
+    ``begin`` computes nothing. Images and sources take ``RunnerInfo.num_tower_stages`` stages,
+    other inputs one. A product whose slot is dropped meanwhile is not kept.
 
     Attributes:
         model: the model.
-        slots: where the products are kept, in place of what is there.
+        slots: where features are kept, in place of what is there; sources have no features.
         kind: what the inputs are.
         handles: for each input, has its arrays by the names that its kind gives them. Several
-            inputs have arrays of equal shapes.
+            inputs have arrays of equal shapes, unless they are texts.
+        places: for each source, where its KV goes. The last stage writes it: steps that were begun
+            before read what was there, later ones what is written.
     """
 
     model: str
     slots: tuple[int, ...]
     kind: InputKind
     handles: tuple[str, ...]
+    places: tuple[SourcePlace, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from mlx_parallm.generation.inputs.cache import InputCache
 from mlx_parallm.generation.inputs.prompt_inputs import PromptInputs
 from mlx_parallm.types.model_input import InputRows, ModelInput
+from mlx_parallm.types.step import SourceTable
 
 ProductKey = tuple[bytes, str, str]
 
@@ -22,6 +23,7 @@ class HeldInputs:
         scope: part of every product's key: whose requests may find it, and the weights.
         slots: of the held products.
         position: of the row after those that steps were given.
+        source: the KV that every row attends to; None without one.
     """
 
     cache: InputCache
@@ -29,6 +31,7 @@ class HeldInputs:
     scope: bytes
     slots: dict[ProductKey, int] = field(default_factory=dict[ProductKey, int])
     position: int = 0
+    source: SourceTable | None = None
 
     def acquire(self, start: int, stop: int) -> int:
         """Acquire what rows ``start`` to ``stop - 1`` need, up to the first product not computed.

@@ -342,6 +342,7 @@ class Sequence:
             prompt_entropy=params.entropy,
             inputs=() if self.held is None else self.held.rows(start, end),
             rope_offsets=() if self.held is None else self.group.inputs.rope_offsets(start, end),
+            source=None if self.held is None else self.held.source,
         )
         if self.held is not None:
             self.held.pass_rows(end)

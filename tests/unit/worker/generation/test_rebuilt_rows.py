@@ -19,7 +19,13 @@ import mlx_parallm
 from mlx_parallm.distributed.codec import STAND_IN, StepDecoder, StepEncoder, for_follower
 from mlx_parallm.types.model_input import InputRows, Span
 from mlx_parallm.types.request import DEFAULT_VERSION, SamplingParams
-from mlx_parallm.types.step import DraftInput, SampleSpec, ScheduledBatch, ScheduledSequence
+from mlx_parallm.types.step import (
+    DraftInput,
+    SampleSpec,
+    ScheduledBatch,
+    ScheduledSequence,
+    SourceTable,
+)
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.draft_model import drafted, known_tokens
 from mlx_parallm.worker.generation.load.image_check import ImageText
@@ -50,9 +56,10 @@ VALUES: dict[str, Any] = {
     "prompt_entropy": True,
     "inputs": (INPUT,),
     "rope_offsets": ((0, 50), (2, 60)),
+    "source": SourceTable(block_table=(8, 1), num_tokens=21),
 }
 #: OF_SEQUENCE: what stays the same whichever tokens a step runs.
-OF_SEQUENCE = {"seq_id", "slot", "block_table", "adapter_slot", "version"}
+OF_SEQUENCE = {"seq_id", "slot", "block_table", "adapter_slot", "version", "source"}
 #: Fields of the tokens that a row is made of.
 OF_TOKENS = {"start", "token_ids", "inputs", "rope_offsets"}
 #: Fields of how the tokens after a row are chosen or scored, which rows that only compute lack.
@@ -88,29 +95,29 @@ FROM_NOTHING: dict[str, tuple[set[str], set[str]]] = {
     "distributed/codec.py": (
         TOKENS | {"adapter_slot", "sample"},
         # The rare ones follow; see ``_read_rare``.
-        {"inputs", "rope_offsets", "verify", "kept_slots", "target_ids", "target_start"}
+        {"inputs", "rope_offsets", "source", "verify", "kept_slots", "target_ids", "target_start"}
         | {"version", "draft", "prompt_logprobs", "prompt_entropy"},
     ),
     "worker/generation/warm_up.py": (
         TOKENS | {"sample"},
-        {"adapter_slot", "version", "inputs", "rope_offsets"} | OF_CHOICE - {"sample"},
+        {"adapter_slot", "version", "source", "inputs", "rope_offsets"} | OF_CHOICE - {"sample"},
     ),
     "worker/generation/load/self_check.py": (
         TOKENS,
-        {"adapter_slot", "version", "inputs", "rope_offsets"} | OF_CHOICE,
+        {"adapter_slot", "version", "source", "inputs", "rope_offsets"} | OF_CHOICE,
     ),
     "worker/generation/load/image_check.py": (
         # ``with_rows`` adds inputs and offsets.
         TOKENS,
-        {"adapter_slot", "version", "inputs", "rope_offsets"} | OF_CHOICE,
+        {"adapter_slot", "version", "source", "inputs", "rope_offsets"} | OF_CHOICE,
     ),
     "worker/attention/check.py": (
         TOKENS,
-        {"adapter_slot", "version", "inputs", "rope_offsets"} | OF_CHOICE,
+        {"adapter_slot", "version", "source", "inputs", "rope_offsets"} | OF_CHOICE,
     ),
     "worker/timing/tunings.py": (
         TOKENS,
-        {"adapter_slot", "version", "inputs", "rope_offsets"} | OF_CHOICE,
+        {"adapter_slot", "version", "source", "inputs", "rope_offsets"} | OF_CHOICE,
     ),
 }
 
