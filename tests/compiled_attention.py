@@ -110,16 +110,21 @@ class CompiledAttention(AheadAttention):
         if not isinstance(plan, Rows):
             return super().attend(pool, plan, queries, **options)
         keys, values = self.gather(pool, plan.tables)
-        columns = mx.arange(keys.shape[2])
-        mask = columns < plan.ends[:, None]
+        distances = plan.ends[:, None] - 1 - mx.arange(keys.shape[2])
+        mask = distances >= 0
         if options["window"] is not None:
-            mask &= columns >= plan.ends[:, None] - options["window"]
+            mask &= distances < options["window"]
+        mask = mask[:, None, None]
+        bias = options.get("distance_bias")
+        if bias is not None:
+            added = bias[:, mx.clip(distances, 0, bias.shape[1] - 1)].swapaxes(0, 1)[:, :, None]
+            mask = mx.where(mask, added, -1e30)
         return dense_attention(
             queries,
             keys,
             values,
             scale=options["scale"],
-            mask=mask[:, None, None],
+            mask=mask,
             sinks=options["sinks"],
             soft_cap=options["soft_cap"],
         )

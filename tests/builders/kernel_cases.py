@@ -38,6 +38,7 @@ class Case:
         window: latest positions that a row sees; None for all.
         sinks: whether there are sinks.
         soft_cap: of the scores.
+        distances: distances of a bias by distance; None for none.
         quantisation: of the pool; a backend must be made with it.
     """
 
@@ -51,6 +52,7 @@ class Case:
     window: int | None = None
     sinks: bool = False
     soft_cap: float | None = None
+    distances: int | None = None
     quantisation: KVQuantisation | None = None
 
     @property
@@ -87,6 +89,7 @@ class Case:
         parts += [f"window {self.window}"] if self.window else []
         parts += ["sinks"] if self.sinks else []
         parts += [f"cap {self.soft_cap:g}"] if self.soft_cap else []
+        parts += [f"bias of {self.distances}"] if self.distances else []
         if self.quantisation:
             parts.append(f"KV {self.quantisation.bits} bits by {self.quantisation.group_size}")
         return ", ".join(parts)
@@ -111,6 +114,10 @@ class Trial:
         self.sinks = None
         if case.sinks:
             self.sinks = source.standard_normal(case.heads).astype(np.float32)
+        self.bias = None
+        if case.distances:
+            random = source.standard_normal((case.heads, case.distances), dtype=np.float32)
+            self.bias = mx.array(random * 2)
 
     def fill(self, backend: AttentionBackend, *, poison: bool = False) -> LayerPool:
         """Return a pool with the tokens before the step, written at once.
@@ -133,8 +140,13 @@ class Trial:
     def run(self, backend: AttentionBackend, pool: LayerPool) -> mx.array:
         """Return the step's attention, ``[T, H, 1, V]``."""
         step = [(i, start, count) for i, (start, count) in enumerate(self.case.sequences)]
-        plan = self._write(backend, pool, step)
+        return self.attend(backend, pool, self._write(backend, pool, step))
+
+    def attend(self, backend: AttentionBackend, pool: LayerPool, plan: Any) -> mx.array:
+        """Return the step's attention, ``[T, H, 1, V]``, of a pool that has its keys and values."""
         options: dict[str, Any] = {"soft_cap": self.case.soft_cap} if self.case.soft_cap else {}
+        if self.bias is not None:
+            options["distance_bias"] = self.bias
         return backend.attend(
             pool,
             plan,
@@ -177,6 +189,9 @@ class Trial:
         seen = columns <= rows
         if case.window:
             seen &= columns > rows - case.window
+        if self.bias is not None:
+            table = np.array(self.bias).astype(np.float64)
+            scores += table[:, (rows - columns).clip(0, table.shape[1] - 1)]
         weights = np.exp(np.where(seen, scores, -np.inf))
         total = weights.sum(axis=-1, keepdims=True)
         if self.sinks is not None:

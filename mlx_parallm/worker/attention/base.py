@@ -60,6 +60,7 @@ class Scores:
     window: int | None = None
     sinks: mx.array | None = None
     soft_cap: float | None = None
+    distance_bias: mx.array | None = None
 
 
 class AttentionBackend(Protocol):
@@ -124,6 +125,7 @@ class AttentionBackend(Protocol):
         window: int | None,
         sinks: mx.array | None,
         soft_cap: float | None = None,
+        distance_bias: mx.array | None = None,
     ) -> mx.array:
         """Return the attention of each row over its own sequence, up to the row's position.
 
@@ -135,6 +137,9 @@ class AttentionBackend(Protocol):
             window: a row attends to its latest ``window`` positions, itself included; None: to all.
             sinks: ``[H]`` logits that join the softmax without a value.
             soft_cap: c turns scores s into ``c * tanh(s / c)``, before masks and sinks.
+            distance_bias: float32 ``[H, N]``, added to scores after ``scale`` and ``soft_cap``: a
+                row at position i gets ``distance_bias[h, min(i - j, N - 1)]`` for the key at j.
+                Layers of a step that pass the same array share what is computed from it.
 
         Returns:
             ``[T, H, 1, V]``.

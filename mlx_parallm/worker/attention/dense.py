@@ -157,14 +157,16 @@ def dense_attention(
         keys: ``[B, K, S, D]``.
         values: ``[B, K, S, V]``.
         scale: factor of the scores.
-        mask: "causal", or bool ``[B, 1, L, S]`` or ``[L, S]``, True where a query sees a key.
+        mask: "causal"; or bool ``[B, 1, L, S]`` or ``[L, S]``, True where a query sees a key; or
+            float32 ``[B or 1, H, L, S]``, added to the scores (after the soft cap).
         sinks: ``[H]`` logits that join the softmax without a value.
         soft_cap: c turns scores s into ``c * tanh(s / c)``.
 
     Returns:
         ``[B, H, L, V]``.
     """
-    rows, length = _tile_rows(queries, keys, values, soft_cap), queries.shape[2]
+    is_fusible = soft_cap is None and (queries.dtype == mx.float32 or not _is_added(mask))
+    rows, length = _tile_rows(queries, keys, values, is_fusible), queries.shape[2]
     tiles: list[mx.array] = []
     for first in range(0, length, rows):
         own = queries[:, :, first : first + rows] if rows < length else queries
@@ -176,12 +178,12 @@ def dense_attention(
     return tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=2)
 
 
-def _tile_rows(queries: mx.array, keys: mx.array, values: mx.array, soft_cap: float | None) -> int:
+def _tile_rows(queries: mx.array, keys: mx.array, values: mx.array, is_fusible: bool) -> int:
     """Return how many rows attend at once: all of them, unless their scores take too much."""
     batch, heads, length, dim = queries.shape
-    if (soft_cap is None and is_fused(dim, values.shape[-1])) or backend_name() != "metal":
+    if (is_fusible and is_fused(dim, values.shape[-1])) or backend_name() != "metal":
         return length
-    size = queries.dtype.size if soft_cap is None else mx.float32.size
+    size = queries.dtype.size if is_fusible else mx.float32.size
     most = SCORE_BYTES // (batch * heads * keys.shape[2] * size)
     return length if most >= length else max(MIN_TILE, most)
 
@@ -206,7 +208,11 @@ def _attention(
     soft_cap: float | None,
 ) -> mx.array:
     if soft_cap is not None:
-        return _soft_capped(queries * (scale / soft_cap), keys, values, mask, sinks, soft_cap)
+        return _unfused(queries * (scale / soft_cap), keys, values, mask, sinks, soft_cap)
+    if queries.dtype != mx.float32 and _is_added(mask):
+        # The fused operation would round the mask to 16 bits, and on CPU the scores too.
+        wide = queries.astype(mx.float32) * scale
+        return _unfused(wide, keys.astype(mx.float32), values, mask, sinks, None)
     batch, heads, length, _ = queries.shape
     if batch * heads * length * keys.shape[2] >= MIN_SCORES and composes_softmax(queries):
         return _softmax_attention(queries, keys, values, scale, mask, sinks)
@@ -272,35 +278,31 @@ def _softmax_attention(
     per_kv = heads // kv_heads
     rows = (queries * (scale * LOG2_E)).reshape(batch, kv_heads, per_kv * length, -1)
     scores = rows @ keys.swapaxes(-1, -2)
-    split = (batch, kv_heads, per_kv, length, span)
-    seen = _causal(length, span) if isinstance(mask, str) else mask
-    if seen.ndim == 4:
-        seen = seen[:, :, None]
-    scores = mx.where(seen, scores.reshape(split), _MASKED).reshape(scores.shape)
+    split = scores.reshape(batch, kv_heads, per_kv, length, span)
+    scores = _masked(split, mask, _MASKED, unit=LOG2_E).reshape(scores.shape)
     weights, total = _softmax(scores, _sink_scores(sinks, kv_heads, per_kv, length))
     return ((weights @ values) / total).reshape(batch, heads, length, -1)
 
 
-def _soft_capped(
+def _unfused(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
     mask: mx.array | str,
     sinks: mx.array | None,
-    soft_cap: float,
+    soft_cap: float | None,
 ) -> mx.array:
-    """Return attention with a soft cap, which the fused operation lacks.
+    """Return attention with float32 scores and what the fused operation lacks.
 
-    ``queries`` are already multiplied by ``scale / soft_cap``.
+    ``queries`` are already multiplied by ``scale``, or by ``scale / soft_cap``.
     """
     batch, heads, length, _ = queries.shape
     kv_heads, span = keys.shape[1], keys.shape[2]
     rows = queries.reshape(batch, kv_heads, heads // kv_heads, length, -1)
     scores = (rows @ keys[:, :, None].swapaxes(-1, -2)).astype(mx.float32)
-    seen = _causal(length, span) if isinstance(mask, str) else mask
-    if seen.ndim == 4:
-        seen = seen[:, :, None]
-    scores = mx.where(seen, mx.tanh(scores) * soft_cap, -mx.inf)
+    if soft_cap is not None:
+        scores = mx.tanh(scores) * soft_cap
+    scores = _masked(scores, mask, -mx.inf)
     if sinks is not None:
         joined = sinks.astype(mx.float32).reshape(1, kv_heads, -1, 1, 1)
         joined = mx.broadcast_to(joined, (*scores.shape[:-1], 1))
@@ -308,6 +310,24 @@ def _soft_capped(
     weights = mx.softmax(scores, axis=-1, precise=True)[..., -span:]
     output = weights.astype(values.dtype) @ values[:, :, None]
     return output.reshape(batch, heads, length, -1)
+
+
+def _is_added(mask: mx.array | str) -> bool:
+    return not isinstance(mask, str) and mask.dtype != mx.bool_
+
+
+def _masked(scores: mx.array, mask: mx.array | str, unseen: float, unit: float = 1.0) -> mx.array:
+    """Return scores ``[B, K, H / K, L, S]`` with ``unseen`` where a query sees no key.
+
+    A mask that is added is multiplied by ``unit``, the unit of the scores, before.
+    """
+    length, span = scores.shape[-2:]
+    if isinstance(mask, str):
+        mask = _causal(length, span)
+    if _is_added(mask):
+        added = mask if unit == 1.0 else mask * unit
+        return scores + added.reshape(-1, *scores.shape[1:])
+    return mx.where(mask[:, :, None] if mask.ndim == 4 else mask, scores, unseen)
 
 
 def _sink_scores(
@@ -330,6 +350,20 @@ def _softmax(scores: mx.array, sink: mx.array | None) -> tuple[mx.array, mx.arra
     if sink is not None:
         total = total + exp2(mx.maximum(sink - most, MIN_EXPONENT))
     return weights, total
+
+
+def biased_mask(table: mx.array, distances: np.ndarray, seen: np.ndarray) -> mx.array:
+    """Return a bias by distance as a mask that is added to scores, float32 ``[B, H, L, S]``.
+
+    Args:
+        table: float32 ``[H, N]``; distances beyond the last one have its bias.
+        distances: position of a query minus that of a key, int ``[B, L, S]``.
+        seen: bool ``[B, L, S]``, True where a query sees a key.
+    """
+    num_distances = table.shape[1]
+    columns = np.where(seen, np.minimum(distances, num_distances - 1), num_distances)
+    padded = mx.pad(table, [(0, 0), (0, 1)], constant_values=_MASKED)
+    return mx.moveaxis(padded[:, mx.array(columns.astype(np.int32))], 0, 1)
 
 
 def _causal(length: int, span: int) -> mx.array:

@@ -201,8 +201,11 @@ class KernelAttention:
         window: int | None,
         sinks: mx.array | None,
         soft_cap: float | None = None,
+        distance_bias: mx.array | None = None,
     ) -> mx.array:
-        """See ``AttentionBackend.attend``."""
+        """See ``AttentionBackend.attend``. The kernels have no bias by distance."""
+        if distance_bias is not None:
+            raise NotImplementedError("the attention kernels have no bias by distance")
         kernel_pool = _kernel_pool(pool)
         scores = Scores(scale, window, sinks, soft_cap)
         dtype = queries.dtype

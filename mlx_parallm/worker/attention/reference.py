@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -20,6 +19,7 @@ from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import BLOCK_LAYOUT, LayerPool, LayerShape, Scores
 from mlx_parallm.worker.attention.chunk_plan import output_order
 from mlx_parallm.worker.attention.dense import (
+    biased_mask,
     composes_softmax,
     dense_attention,
     shared_prefix_attention,
@@ -29,6 +29,10 @@ from mlx_parallm.worker.attention.quantisation import KVQuantisation
 # MIN_SAVED_TOKENS: rows are split into groups if that saves at least this many gathered tokens;
 # otherwise the extra operations cost more.
 MIN_SAVED_TOKENS = 1024
+
+
+#: ``BiasedMask``: a bias by distance, and the mask that was made of it.
+BiasedMask = tuple[mx.array, mx.array]
 
 
 @dataclass(slots=True)
@@ -51,6 +55,7 @@ class DecodeGroup:
     start: int = 0
     prefix: mx.array | None = None
     _masks: dict[int | None, mx.array] = field(default_factory=dict)
+    _biased: dict[int | None, BiasedMask] = field(default_factory=dict)
     _unshared: DecodeGroup | None = None
 
     def take(self, queries: mx.array) -> mx.array:
@@ -60,16 +65,27 @@ class DecodeGroup:
             return queries[first : last + 1]
         return queries[mx.array(self.rows.astype(np.int32))]
 
-    def mask(self, window: int | None) -> mx.array:
-        """Return what each row attends to, bool ``[rows, 1, 1, tokens]``; cached by window."""
+    def mask(self, scores: Scores) -> mx.array:
+        """Return a mask of ``dense_attention`` for the rows; cached by window.
+
+        It is bool ``[rows, 1, 1, tokens]``, or with a bias by distance float32 ``[rows, H, 1,
+        tokens]``.
+        """
+        window, table = scores.window, scores.distance_bias
+        if table is not None:
+            if not _has(self._biased.get(window), table):
+                distances = self._distances()
+                mask = biased_mask(table, distances[:, None], _seen(distances, window)[:, None])
+                self._biased[window] = (table, mask)
+            return self._biased[window][1]
         if window not in self._masks:
-            end = self.start + self.block_table.shape[1] * self.block_size
-            columns = np.arange(self.start, end)
-            seen: Any = columns <= self.positions[:, None]
-            if window is not None:
-                seen &= columns > self.positions[:, None] - window
-            self._masks[window] = mx.array(seen[:, None, None])
+            self._masks[window] = mx.array(_seen(self._distances(), window)[:, None, None])
         return self._masks[window]
+
+    def _distances(self) -> np.ndarray:
+        """Return how far the rows are after the keys, int ``[rows, tokens]``."""
+        end = self.start + self.block_table.shape[1] * self.block_size
+        return self.positions[:, None] - np.arange(self.start, end)
 
     def unshared(self) -> DecodeGroup:
         """Return the same rows with whole block tables, for attention that cannot share; cached."""
@@ -194,22 +210,43 @@ class Chunk:
     length: int
     start: int
     blocks: mx.array
-    masks: dict[tuple[int, int], mx.array] = field(default_factory=dict)
+    _masks: dict[tuple[int, int], mx.array] = field(default_factory=dict)
+    _biased: dict[tuple[int | None, int], BiasedMask] = field(default_factory=dict)
 
-    def mask(self, window: int | None, first: int, last: int) -> mx.array | str:
-        """Return what rows ``first .. last - 1`` of the chunk see, up to the last one's position.
+    def mask(self, scores: Scores, first: int, last: int) -> mx.array | str:
+        """Return a mask of ``dense_attention`` for rows ``first .. last - 1`` of the chunk.
 
-        It is ``"causal"``, or bool ``[last - first, start + last]``.
+        It covers the keys up to the last row's position: ``"causal"``; bool ``[last - first,
+        start + last]``; or with a bias by distance float32 ``[1, H, last - first, start + last]``.
         """
-        end = self.start + last
-        if window is None or window >= end:
+        window, table = scores.window, scores.distance_bias
+        if table is not None:
+            if not _has(self._biased.get((window, first)), table):
+                distances = self._distances(first, last)[None]
+                mask = biased_mask(table, distances, _seen(distances, window))
+                self._biased[window, first] = (table, mask)
+            return self._biased[window, first][1]
+        if window is None or window >= self.start + last:
             return "causal"
-        if (window, first) not in self.masks:
-            rows = np.arange(self.start + first, end)[:, None]
-            columns = np.arange(end)
-            seen: Any = (columns <= rows) & (columns > rows - window)
-            self.masks[window, first] = mx.array(seen)
-        return self.masks[window, first]
+        if (window, first) not in self._masks:
+            self._masks[window, first] = mx.array(_seen(self._distances(first, last), window))
+        return self._masks[window, first]
+
+    def _distances(self, first: int, last: int) -> np.ndarray:
+        """Return how far some rows are after the keys up to the last of them."""
+        end = self.start + last
+        return np.arange(self.start + first, end)[:, None] - np.arange(end)
+
+
+def _seen(distances: np.ndarray, window: int | None) -> np.ndarray:
+    """Return which keys rows see that are so far after them, bool."""
+    seen = distances >= 0
+    return seen if window is None else seen & (distances < window)
+
+
+def _has(biased: BiasedMask | None, table: mx.array) -> bool:
+    """True if a mask was made of this very bias."""
+    return biased is not None and biased[0] is table
 
 
 @dataclass(slots=True)
@@ -302,9 +339,10 @@ class ReferenceAttention:
         window: int | None,
         sinks: mx.array | None,
         soft_cap: float | None = None,
+        distance_bias: mx.array | None = None,
     ) -> mx.array:
         """See ``AttentionBackend.attend``."""
-        scores = Scores(scale, window, sinks, soft_cap)
+        scores = Scores(scale, window, sinks, soft_cap, distance_bias)
         outputs: list[mx.array] = []
         for group in plan.groups:
             outputs.append(self._attend_group(pool, group, group.take(queries), scores))
@@ -364,11 +402,16 @@ class ReferenceAttention:
         self, pool: LayerPool, group: DecodeGroup, queries: mx.array, scores: Scores
     ) -> mx.array:
         prefix = group.prefix
-        shares = scores.window is None and scores.soft_cap is None and composes_softmax(queries)
+        shares = (
+            scores.window is None
+            and scores.soft_cap is None
+            and scores.distance_bias is None
+            and composes_softmax(queries)
+        )
         if prefix is not None and not shares:
             group, prefix = group.unshared(), None
         keys, values = self.gather(pool, group.block_table)
-        mask = group.mask(scores.window)
+        mask = group.mask(scores)
         if prefix is None:
             return _attend(queries, keys, values, mask, scores)
         shared = self._gather(pool, prefix)
@@ -394,7 +437,7 @@ class ReferenceAttention:
                 own[:, :, first:last],
                 keys[None, :, :seen],
                 values[None, :, :seen],
-                chunk.mask(scores.window, first, last),
+                chunk.mask(scores, first, last),
                 scores,
             )
             tiles.append(output)
