@@ -32,6 +32,8 @@ KV_DISK_BYTES = 20 << 30
 NO_KV_DISK = "--kv-disk-bytes needs --kv-disk, the folder that it limits."
 #: ``LEAST_STORE_BYTES``: smallest limit of a place below the KV pool. A file of a disk has 8 MiB.
 LEAST_STORE_BYTES = 16 << 20
+#: ``DEFAULT_MAX_SOURCE_LEN``: most tokens of a source if the encoder's positions have no end.
+DEFAULT_MAX_SOURCE_LEN = 4096
 #: ``AUTO``: the ``data_parallel_size`` that stands for one engine on each NVIDIA GPU.
 AUTO = 0
 
@@ -49,6 +51,8 @@ class ModelConfig:
         max_model_len: cap on the context length; None takes the model's own.
         max_model_len_is_own: True if the cap was set for this model alone; a cap for all models
             does not raise a shorter context of one of them.
+        max_source_len: most tokens that the encoder of an encoder-decoder reads; None: as many as
+            it has learned positions, or ``DEFAULT_MAX_SOURCE_LEN``.
         kv_cache_dtype: one of ``KV_CACHE_DTYPES``; None takes that of ``CacheConfig``.
         chat_template: a Jinja template, or the path of a file with one; None takes the model's own.
         chat_template_kwargs: default values of template variables; requests can override them.
@@ -69,6 +73,7 @@ class ModelConfig:
     dtype: str = "auto"
     max_model_len: int | None = None
     max_model_len_is_own: bool = False
+    max_source_len: int | None = None
     kv_cache_dtype: str | None = None
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -364,6 +369,25 @@ class EngineConfig:
         cap = model.max_model_len
         is_shared = len(self.models) > 1 and not model.max_model_len_is_own
         return own if is_shared and cap is not None and own is not None and own < cap else cap
+
+    def max_source_len_of(self, model: ModelConfig, learned: int | None) -> int:
+        """Return the most tokens of a source of an encoder-decoder.
+
+        Args:
+            model: its settings.
+            learned: the positions that its encoder has learned; None if they have no end.
+
+        Raises:
+            ConfigError: a source could be longer than the positions of the only model.
+        """
+        cap = model.max_source_len
+        if learned is None:
+            return cap or DEFAULT_MAX_SOURCE_LEN
+        if cap is not None and cap > learned and len(self.models) == 1:
+            raise ConfigError(
+                f"--max-source-len is {cap}; the encoder has positions for {learned} tokens."
+            )
+        return min(cap or learned, learned)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,6 +76,7 @@ class LLM:
         *,
         dtype: str = "auto",
         max_model_len: int | None = None,
+        max_source_len: int | None = None,
         chat_template: str | None = None,
         trust_remote_code: bool = False,
         hf_overrides: Mapping[str, Any] | None = None,
@@ -94,6 +95,7 @@ class LLM:
             model: a folder or a hub id; None: the embedded demonstration model.
             dtype: of the weights: "auto", "float32", "float16" or "bfloat16".
             max_model_len: most tokens of a prompt and its completion; None: the model's context.
+            max_source_len: most tokens of a source of an encoder-decoder; None: its positions.
             chat_template: a Jinja template, or a file with one, in place of the model's.
             trust_remote_code: run Python code that comes with the tokenizer.
             hf_overrides: other values of fields of the model's config.json.
@@ -119,6 +121,7 @@ class LLM:
                     path=model,
                     dtype=dtype,
                     max_model_len=max_model_len,
+                    max_source_len=max_source_len,
                     chat_template=chat_template,
                     trust_remote_code=trust_remote_code,
                     hf_overrides=hf_overrides or {},

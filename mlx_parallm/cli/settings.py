@@ -175,6 +175,10 @@ SETTINGS: tuple[Setting, ...] = (
              "longest context in tokens; the model's own if not given. With several models "
              "MODEL=TOKENS is possible. A number without a model does not raise a model's own "
              "shorter context.", metavar="TOKENS", per_model=True),
+    _setting("max-source-len", "model.max_source_len", values.integer(1), MODELS,
+             "longest source of an encoder-decoder in tokens; if not given, the positions that its "
+             "encoder has learned (BART: 1024), or 4096 if they have no end (T5). With several "
+             "models MODEL=TOKENS is possible.", metavar="TOKENS", per_model=True),
     _setting(
         "hf-overrides", "model.hf_overrides", values.table, MODELS,
         "other values of fields of the model's config.json, as JSON, such as "

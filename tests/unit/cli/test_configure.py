@@ -311,6 +311,27 @@ def test_a_cap_for_all_leaves_shorter_models_as_they_are(
     assert alone.max_len_of(alone.models[0], own) == cap
 
 
+@pytest.mark.parametrize(
+    ("cap", "learned", "wanted"),
+    [(None, None, 4096), (None, 1024, 1024), (99, None, 99), (99, 1024, 99), (9999, None, 9999)],
+)
+def test_sources_are_as_long_as_the_encoder_reads(
+    cap: int | None, learned: int | None, wanted: int
+) -> None:
+    flags = [] if cap is None else ["--max-source-len", str(cap)]
+    alone, _ = read("--model", "org/a", *flags)
+    assert alone.max_source_len_of(alone.models[0], learned) == wanted
+
+
+def test_a_source_beyond_learned_positions_is_refused_of_one_model_and_cut_of_several() -> None:
+    flags = ["--max-source-len", "2048"]
+    alone, _ = read("--model", "org/a", *flags)
+    with pytest.raises(ConfigError, match="--max-source-len is 2048; .* positions for 1024"):
+        alone.max_source_len_of(alone.models[0], 1024)
+    several, _ = read("--model", "org/a", "org/b", *flags)
+    assert several.max_source_len_of(several.models[0], 1024) == 1024
+
+
 def test_one_model_takes_bare_names() -> None:
     engine, _ = read("--model", "org/a", "--served-model-name", "x", "y=z")
     assert engine.models == (ModelConfig(path="org/a", served_names=("x", "y=z")),)
