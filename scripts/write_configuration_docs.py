@@ -51,7 +51,8 @@ A value without a model applies to all models that have no value of their own.
 - With several models, a length without a model does not raise a model's own shorter context.
 - A length for one model, or for the only model, is refused if it exceeds the model's own context.
 
-`--max-source-len` of the only model is refused if it exceeds the positions that the encoder has learned; with several models it is cut to them.
+`--max-source-len` of the only model is refused beyond the positions that its encoder learned.
+With several models it is cut to them.
 
 ## A settings file
 
