@@ -26,7 +26,7 @@ from mlx_parallm.types.pooling import (
     PoolRequest,
     TokenSpan,
 )
-from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
+from mlx_parallm.types.token_limit import ANY_LENGTH, TokenLimit
 
 CLS, SEP, MASK, FIRST_WORD = 2, 3, 4, 5
 Compute = Callable[[PoolingInput, PoolingInfo], np.ndarray]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlx_parallm.types.request import TokenLimit
 from mlx_parallm.types.step import (
     RunnerInfo,
     SampledToken,
@@ -14,6 +13,7 @@ from mlx_parallm.types.step import (
     StepOutput,
     TokenLogprob,
 )
+from mlx_parallm.types.token_limit import TokenLimit
 
 EOS = 256
 

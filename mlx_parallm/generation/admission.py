@@ -31,6 +31,8 @@ def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
     _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
     _check_ids("logprob_token_ids", params.logprob_token_ids, info.vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size)
+    if params.forced_eos_id is not None:
+        _check_ids("forced_eos_id", (params.forced_eos_id,), info.vocab_size)
     if (budget := params.thinking_budget) is not None:
         marks = (budget.end_id,) if budget.start_id is None else (budget.start_id, budget.end_id)
         _check_ids("thinking_token_budget", marks, info.vocab_size)

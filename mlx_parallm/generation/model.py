@@ -22,8 +22,9 @@ from mlx_parallm.images.prompt import text_prompt
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.registry import reasoning_format, tool_format
 from mlx_parallm.types.events import GenerateEvent
-from mlx_parallm.types.request import ANY_LENGTH, GenerateRequest, TokenLimit
+from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import RunnerInfo
+from mlx_parallm.types.token_limit import ANY_LENGTH, TokenLimit
 from mlx_parallm.types.work import StateCache
 
 GENERATION_TRAITS = KindTraits(

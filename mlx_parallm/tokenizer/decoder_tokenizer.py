@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
-from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
+from mlx_parallm.types.token_limit import ANY_LENGTH, TokenLimit
 
 #: ``QWEN3_BEGIN``, ``QWEN3_PAIR``, ``QWEN3_INSTRUCTION`` and ``QWEN3_END``: the prompt that
 #: Qwen3-Reranker was trained on, from https://huggingface.co/Qwen/Qwen3-Reranker-0.6B.

@@ -19,7 +19,7 @@ from mlx_parallm.tokenizer.released import ReleasedTokenizer
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_object
 from mlx_parallm.types.pooling import TokenSpan
-from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
+from mlx_parallm.types.token_limit import ANY_LENGTH, TokenLimit
 
 # FILES: the second, older file fills in what the first one leaves out.
 FILES = ("tokenizer_config.json", "special_tokens_map.json")

@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from mlx_parallm.tokenizer.text_bounds import TextBounds
-from mlx_parallm.types.request import TokenLimit
+from mlx_parallm.types.token_limit import TokenLimit
 
 # GROUP_CHARS: characters encoded by one call. A call occupies the library's threads, and other
 # callers wait for it.

@@ -20,7 +20,7 @@ from mlx_parallm.tokenizer.template_form import TemplateForm, probed_form, probe
 from mlx_parallm.tokenizer.thinking import ThinkingVariables, probed_thinking
 from mlx_parallm.tokenizer.vocabulary import ByteLevelDetokenizer, Vocabulary, WindowDetokenizer
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
+from mlx_parallm.types.token_limit import ANY_LENGTH, TokenLimit
 
 # _PROBE_TOOL is rendered to find out whether a template writes tools.
 _PROBE_TOOL: Mapping[str, Any] = {

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mlx_parallm.types.beams import BeamParams
 from mlx_parallm.types.content import PendingContent, kv_content
-from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.model_input import ModelInput
 from mlx_parallm.types.work import EVERYBODY, CacheScope, RequestWork
 
@@ -112,46 +113,9 @@ ALL_TOKENS = -1
 RAW_LOGPROBS = "raw_logprobs"
 PROCESSED_LOGPROBS = "processed_logprobs"
 LOGPROBS_MODES = (RAW_LOGPROBS, PROCESSED_LOGPROBS)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLimit:
-    """Number of useful tokens of a text; known before the text is encoded.
-
-    Attributes:
-        most: the largest number of tokens; None: no limit.
-        slack: further tokens that are encoded before a text is refused.
-        cuts: True: a longer text is truncated; False: it is refused.
-        from_left: with ``cuts``: the beginning is dropped, not the end.
-        name: the request field of several texts; None: there is one prompt.
-        first: the number of the first of several texts, in messages.
-    """
-
-    most: int | None
-    slack: int = 0
-    cuts: bool = False
-    from_left: bool = False
-    name: str | None = None
-    first: int = 0
-
-    def check(self, num_tokens: int, place: int = 0) -> None:
-        """Raise ContextLengthError if text ``place`` has too many tokens and may not be cut."""
-        if self.most is not None and not self.cuts and num_tokens > self.most + self.slack:
-            raise self.refusal(str(num_tokens), place)
-
-    def refusal(self, count: str, place: int = 0) -> ContextLengthError:
-        """Return the error for text ``place``, which has ``count`` tokens."""
-        most = self.most or 0
-        if self.name is None:
-            detail = f"However, your prompt has {count} tokens. Please shorten it."
-            return ContextLengthError(most, detail, prompt_tokens=count)
-        text = f"{self.name} {self.first + place}"
-        detail = f"{text} has {count}. Shorten it, or set truncate_prompt_tokens."
-        return ContextLengthError(most, detail, param=self.name)
-
-
-#: ``ANY_LENGTH`` is the limit of texts whose tokens are only counted.
-ANY_LENGTH = TokenLimit(most=None)
+#: ``ADJUSTED_LOGPROBS``: the model's log-probabilities after masks, biases and penalties, which are
+#: not normalised again. Beams add these up, as in transformers.
+ADJUSTED_LOGPROBS = "adjusted_logprobs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +185,8 @@ class SamplingParams:
     """Sampling settings of one request. Names and meanings are vLLM's.
 
     Attributes:
-        n: independent samples of the same prompt, 1 to 128; sample i uses ``seed + i``.
+        n: independent samples of the same prompt, 1 to 128; sample i uses ``seed + i``. With
+            ``beams``: how many of the best hypotheses are returned.
         temperature: 0 is greedy; logits are divided by it otherwise.
         top_p: nucleus mass, in (0, 1].
         top_k: keep the k likeliest tokens; 0 and -1 keep all.
@@ -268,6 +233,11 @@ class SamplingParams:
             only after a match; None: any text.
         structured_outputs: ``LLM`` makes the ``grammar`` of it, and takes one of the two.
         thinking_budget: the limit on reasoning, which also turns speculation off; None: no limit.
+        beams: beam search in place of samples; None: samples.
+        no_repeat_ngram_size: no token is chosen that would repeat a run of so many tokens of prompt
+            and output; 0 is off.
+        forced_eos_id: the token that is chosen last if a sample gets as long as it may be; None:
+            any.
     """
 
     n: int = 1
@@ -301,6 +271,9 @@ class SamplingParams:
     grammar: Grammar | None = None
     structured_outputs: StructuredOutputsParams | None = None
     thinking_budget: ThinkingBudget | None = None
+    beams: BeamParams | None = None
+    no_repeat_ngram_size: int = 0
+    forced_eos_id: int | None = None
 
     def __post_init__(self) -> None:
         self._check_range("n", self.n, 1, MAX_CHOICES)
@@ -321,7 +294,7 @@ class SamplingParams:
                 "repetition_penalty must be in (0, 100].", param="repetition_penalty"
             )
         self._check_logprobs()
-        for name in ("max_tokens", "min_tokens", "prompt_logprobs_start"):
+        for name in ("max_tokens", "min_tokens", "prompt_logprobs_start", "no_repeat_ngram_size"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise InvalidRequestError(f"{name} must not be negative.", param=name)
@@ -333,13 +306,42 @@ class SamplingParams:
             )
         if any(not text for text in self.stop):
             raise InvalidRequestError("stop must not contain an empty string.", param="stop")
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        if self.beams is None:
+            return
+        if self.n > self.beams.width:
+            raise InvalidRequestError(
+                f"n is {self.n}, and {self.beams.width} beams have no more results.", param="n"
+            )
+        without = {
+            "temperature": self.temperature == 0,
+            "top_p": self.top_p == 1,
+            "top_k": self.top_k <= 0,
+            "min_p": self.min_p == 0,
+            "top_n_sigma": self.top_n_sigma == 0,
+            "stop": not self.stop,
+            "structured_outputs": self.grammar is None and self.structured_outputs is None,
+            "thinking_token_budget": self.thinking_budget is None,
+            "logprob_token_ids": not self.logprob_token_ids,
+            "logprobs_mode": self.logprobs_mode is None,
+            "entropy": not self.entropy,
+        }
+        for name, is_unset in without.items():
+            if not is_unset:
+                raise InvalidRequestError(
+                    f"{name} cannot be combined with beam search.", param=name
+                )
+        if self.max_tokens == 0:
+            raise InvalidRequestError("max_tokens must be positive for beams.", param="max_tokens")
 
     def _check_logprobs(self) -> None:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and value < ALL_TOKENS:
                 raise InvalidRequestError(f"{name} must be -1, 0 or positive.", param=name)
-        if self.logprobs_mode is not None and self.logprobs_mode not in LOGPROBS_MODES:
+        if self.logprobs_mode not in (None, ADJUSTED_LOGPROBS, *LOGPROBS_MODES):
             modes = " or ".join(LOGPROBS_MODES)
             raise InvalidRequestError(f"logprobs_mode must be {modes}.", param="logprobs_mode")
 
@@ -347,6 +349,11 @@ class SamplingParams:
     def num_logprobs(self) -> int | None:
         """Number of likeliest tokens reported per token; None for no log-probabilities."""
         return 0 if self.logprobs is None and self.entropy else self.logprobs
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences that run: samples or beams."""
+        return self.n if self.beams is None else self.beams.width
 
     @property
     def has_penalty(self) -> bool:
@@ -422,7 +429,7 @@ class GenerateRequest:
         costly = [(hash((each.kind, each.content)),) * each.cost for each in self.inputs]
         return RequestWork(
             num_tokens=len(self.prompt_ids) + sum(map(len, costly)),
-            num_samples=self.params.n,
+            num_samples=self.params.num_sequences,
             max_output=self.params.max_tokens,
             prefix=self._meanings(),
             turn_start=self.turn_start,
@@ -435,10 +442,20 @@ class GenerateRequest:
             ),
             client=self.client,
             line=(self.model, self.adapter, self.priority, self.client),
-            # Without samples there is nothing to divide, and inputs are computed for one engine.
-            is_divisible=self.params.n > 1 and self.params.max_tokens != 0 and not self.inputs,
+            is_divisible=self._is_divisible,
             rank=self.rank,
         )
+
+    @property
+    def _is_divisible(self) -> bool:
+        """True if engines may share the samples.
+
+        Without samples there is nothing to divide, inputs are computed for one engine, and beams
+        compete with each other.
+        """
+        params = self.params
+        has_samples = params.n > 1 and params.max_tokens != 0
+        return has_samples and params.beams is None and not self.inputs
 
     def _meanings(self) -> Sequence[int]:
         """Return the prompt's tokens, with a number of its content where an input begins."""

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_parallm.api.http.forms import NEVER_DROPPED, NullIsAbsent
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.request import TokenLimit
+from mlx_parallm.types.token_limit import TokenLimit
 from tests.e2e.test_ignored_fields import all_routes
 from tests.fake_engine import FakeEngine, serve_fake
 from tests.fakes import ByteTokenizer

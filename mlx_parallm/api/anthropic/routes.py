@@ -30,7 +30,7 @@ from mlx_parallm.api.turns.images import image_sources
 from mlx_parallm.api.turns.prelude import PreludeDep, generator
 from mlx_parallm.api.turns.prepare import prepare_turn, render_turn
 from mlx_parallm.api.turns.stream import StreamForm, respond
-from mlx_parallm.types.request import ANY_LENGTH
+from mlx_parallm.types.token_limit import ANY_LENGTH
 
 # Other statuses get the type of their class.
 TYPES = {

@@ -18,8 +18,9 @@ from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.tokenizer.cut import cut_ids
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.model_input import ModelInput
-from mlx_parallm.types.request import INPUT_TOKEN, GenerateRequest, SamplingParams, TokenLimit
+from mlx_parallm.types.request import INPUT_TOKEN, GenerateRequest, SamplingParams
 from mlx_parallm.types.step import RunnerInfo
+from mlx_parallm.types.token_limit import TokenLimit
 
 # What the body calls the engine's names.
 FIELDS = {"messages": "prompt"}

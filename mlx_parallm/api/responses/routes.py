@@ -30,7 +30,7 @@ from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_tur
 from mlx_parallm.api.turns.stream import NAMED_EVENTS, respond
 from mlx_parallm.api.turns.truncation import prepare_fitting
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.request import ANY_LENGTH
+from mlx_parallm.types.token_limit import ANY_LENGTH
 
 routes = Routes(CHAT, body_limit=INPUT, short=True)
 

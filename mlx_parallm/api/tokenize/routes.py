@@ -32,7 +32,7 @@ from mlx_parallm.serving.interface import RequestClient, TokenizingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list, is_object
 from mlx_parallm.types.pooling import Task
-from mlx_parallm.types.request import ANY_LENGTH
+from mlx_parallm.types.token_limit import ANY_LENGTH
 
 routes = Routes(TOKENS, body_limit=TOKENIZE, in_any_process=True)
 # MAX_CHARACTERS: characters of a body's inputs. The answer about a token has some hundred times as

@@ -30,7 +30,7 @@ from mlx_parallm.media.reader import CheckSize, DecodedImage, ImageReader
 from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 from mlx_parallm.types.json_values import is_list
-from mlx_parallm.types.request import TokenLimit
+from mlx_parallm.types.token_limit import TokenLimit
 
 SOURCE = "source"
 # LOW_SIDE: longest side of an image of low detail, in pixels.

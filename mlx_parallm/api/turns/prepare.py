@@ -26,7 +26,8 @@ from mlx_parallm.parsing.turn import turn_parser
 from mlx_parallm.tokenizer.cut import cut_ids
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.model_input import num_image_tokens
-from mlx_parallm.types.request import GenerateRequest, SamplingParams, ThinkingBudget, TokenLimit
+from mlx_parallm.types.request import GenerateRequest, SamplingParams, ThinkingBudget
+from mlx_parallm.types.token_limit import TokenLimit
 
 # MESSAGE_CHARS: to render a message takes as long as to tokenise so many characters.
 MESSAGE_CHARS = 16

@@ -21,7 +21,7 @@ from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.tokenizer.released import FEW_CHARS, GROUP_CHARS, SHORT_CHARS, ReleasedTokenizer
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.errors import ContextLengthError
-from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
+from mlx_parallm.types.token_limit import ANY_LENGTH, TokenLimit
 
 WAIT_S = 60.0
 TOO_LONG = "word " * 1_400_000

@@ -10,7 +10,7 @@ from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInfo, PoolingInput, Task
-from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
+from mlx_parallm.types.token_limit import ANY_LENGTH, TokenLimit
 
 # SIDES: names of the two sides of a search in APIs and models: Cohere, NVIDIA, Voyage, Jina and
 # sentence-transformers' ``encode_query`` and ``encode_document``.

@@ -12,7 +12,7 @@ from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_mapping
 from mlx_parallm.types.pooling import PoolingInput, Task
-from mlx_parallm.types.request import TokenLimit
+from mlx_parallm.types.token_limit import TokenLimit
 
 # _WORD_CHARS: characters that can be encoded in the time of looking up a word.
 _WORD_CHARS = 16

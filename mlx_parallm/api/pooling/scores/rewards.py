@@ -25,7 +25,7 @@ from mlx_parallm.pooling.client import PoolingClient
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInfo, PoolingInput, Task
-from mlx_parallm.types.request import TokenLimit
+from mlx_parallm.types.token_limit import TokenLimit
 
 #: A text, or the messages of a conversation as templates take them.
 Text = str | Sequence[Mapping[str, Any]]

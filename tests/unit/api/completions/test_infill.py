@@ -11,7 +11,7 @@ import pytest
 
 from mlx_parallm.api.completions.infill import FORMATS, InfillFormat, infill_ids
 from mlx_parallm.api.completions.schema import CompletionRequest
-from mlx_parallm.types.request import TokenLimit
+from mlx_parallm.types.token_limit import TokenLimit
 from tests.fake_engine import FakeEngine, serve_fake
 from tests.fakes import ByteTokenizer
 

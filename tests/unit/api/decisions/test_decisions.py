@@ -16,8 +16,9 @@ from mlx_parallm.api.decisions.scoring import LabelTree
 from mlx_parallm.api.turns.continuation import continuation_ids
 from mlx_parallm.types.errors import OverloadedError
 from mlx_parallm.types.events import FinishReason, GenerateEvent, TokenEvent
-from mlx_parallm.types.request import GenerateRequest, TokenLimit
+from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import TokenLogprob
+from mlx_parallm.types.token_limit import TokenLimit
 from tests.fake_engine import FakeEngine, prompt_event, serve_fake
 from tests.fakes import ByteTokenizer
 

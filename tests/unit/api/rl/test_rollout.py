@@ -18,7 +18,7 @@ from mlx_parallm.api.rl.schema import RolloutRequest
 from mlx_parallm.api.turns.appended import appended_ids
 from mlx_parallm.tokenizer.rewrites import one_call_at_a_time
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.request import TokenLimit
+from mlx_parallm.types.token_limit import TokenLimit
 from tests.fakes import EOS, ByteTokenizer
 
 
