@@ -1,0 +1,1 @@
+"""The model that translates numbers, dates and money: grammar, data, training, evaluation."""

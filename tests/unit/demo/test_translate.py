@@ -1,0 +1,168 @@
+"""The translator's data, its tokenizer and its training."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from random import Random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx.utils import tree_map
+
+from demo.translate.batches import MULTIPLE, Batch, batches
+from demo.translate.evaluate import greedy, held_out, load_model, translate, wrong
+from demo.translate.items import (
+    DIGITS,
+    DIRECTIONS,
+    KINDS,
+    LANGUAGES,
+    Direction,
+    Value,
+    draw,
+    split_of,
+    texts,
+)
+from demo.translate.language import Money
+from demo.translate.network import TrainedT5, model_config, named_weights, new_model, save_model
+from demo.translate.train import Trainer
+from demo.translate.vocabulary import EOS_ID, PAD_ID, UNK_ID, new_tokenizer
+
+NUMBERS = st.integers(0, 999_999)
+VALUES = st.one_of(
+    NUMBERS,
+    st.dates(datetime.date(1900, 1, 1), datetime.date(2099, 12, 31)),
+    st.builds(Money, st.sampled_from(("€", "$")), NUMBERS),
+)
+TOKENIZER = new_tokenizer()
+TINY = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2}
+
+
+def tiny_config() -> dict:
+    return model_config(TOKENIZER.get_vocab_size()) | TINY
+
+
+def tiny_batch() -> Batch:
+    return next(batches(TOKENIZER, 8, seed=1))
+
+
+def test_texts_in_digits():
+    assert texts(1984)[DIGITS] == "1984"
+    assert texts(datetime.date(1984, 5, 3))[DIGITS] == "1984-05-03"
+    assert texts(Money("$", 1905))[DIGITS] == "$19.05"
+
+
+def test_prefixes_are_those_of_t5():
+    assert Direction(DIGITS, "de").prefix == "translate digits to German: "
+    assert Direction("fr", DIGITS).prefix == "translate French to digits: "
+    assert len(set(DIRECTIONS)) == 2 * len(LANGUAGES)
+
+
+@given(VALUES)
+def test_every_text_survives_the_tokenizer_without_unknown_pieces(value: Value):
+    for text in texts(value).values():
+        ids = TOKENIZER.encode(text).ids
+        assert UNK_ID not in ids
+        assert ids[-1] == EOS_ID
+        assert TOKENIZER.decode(ids) == text
+
+
+def test_a_prefix_is_two_pieces_and_a_digit_is_one():
+    for direction in DIRECTIONS:
+        assert len(TOKENIZER.encode(direction.prefix.rstrip()).ids) == 3
+    source = TOKENIZER.encode("translate digits to German: 345")
+    pieces = ["▁translate▁digits", "▁to▁German:", "▁", "3", "4", "5", "</s>"]
+    assert source.tokens == pieces
+    assert TOKENIZER.encode("siebenundsiebzig").tokens[:-1] == ["▁sieben", "und", "siebzig"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_value_in_twenty_is_held_out_and_never_trained_on(kind: str):
+    rng = Random(1)
+    drawn = [KINDS[kind](rng) for _ in range(2_000)]
+    share = sum(split_of(value) == "held_out" for value in drawn) / len(drawn)
+    assert 0.02 < share < 0.08
+    assert split_of(draw(rng, kind, "train")) == "train"
+    values = held_out(kind, 50, seed=0)
+    assert len(set(values)) == 50
+    assert {split_of(value) for value in values} == {"held_out"}
+
+
+def test_what_other_numbers_are_made_of_is_trained_on():
+    assert {split_of(value) for value in range(100)} == {"train"}
+    assert {split_of(Money("€", value)) for value in range(100)} == {"train"}
+
+
+def test_batches_have_only_training_values_and_few_lengths():
+    source = batches(TOKENIZER, 8, seed=1)
+    held_out_texts = {
+        direction.prefix + texts(value)[direction.source]
+        for kind in KINDS
+        for value in held_out(kind, 300, seed=0)
+        for direction in DIRECTIONS
+    }
+    seen = set()
+    for _ in range(128):
+        batch = next(source)
+        assert batch.sources.shape[1] % MULTIPLE == batch.targets.shape[1] % MULTIPLE == 0
+        seen |= {TOKENIZER.decode(row) for row in batch.sources.tolist()}
+    assert len(seen) > 700
+    assert not seen & held_out_texts
+
+
+def test_padding_changes_nothing():
+    model = new_model(tiny_config(), seed=1)
+    sources, targets = (mx.array(ids) for ids in tiny_batch())
+    pad = [(0, 0), (0, 5)]
+    expected = model(sources, targets)
+    padded = model(mx.pad(sources, pad), mx.pad(targets, pad))[:, : targets.shape[1]]
+    assert mx.allclose(padded, expected, atol=1e-4)
+
+
+def test_a_decoder_row_sees_no_later_one():
+    model = new_model(tiny_config(), seed=1)
+    sources, targets = (mx.array(ids) for ids in tiny_batch())
+    changed = mx.concatenate([targets[:, :3], targets[:, 3:] * 0 + 7], axis=1)
+    difference = np.array(model(sources, changed) - model(sources, targets))
+    assert abs(difference[:, :3]).max() < 1e-4
+    assert abs(difference[:, 3:]).max(axis=(0, 2)).min() > 1e-2
+
+
+def test_training_learns_a_batch_and_storage_keeps_it(tmp_path: Path):
+    config, batch = tiny_config(), tiny_batch()
+    trainer = Trainer(new_model(config, seed=1), learning_rate=2e-2)
+    losses = [np.array(trainer.step(batch, 0.0, 200))[0] for _ in range(60)]
+    assert losses[-1] < 0.3 * losses[0]
+    save_model(trainer.model, config, tmp_path)
+    stored = load_model(tmp_path)
+    rounded = tree_map(
+        lambda weight: weight.astype(mx.bfloat16).astype(mx.float32), trainer.model.parameters()
+    )
+    trainer.model.update(rounded)
+    sources, targets = (mx.array(ids) for ids in batch)
+    assert mx.array_equal(stored(sources, targets), trainer.model(sources, targets))
+
+
+def test_greedy_decoding_ends_at_the_end_token():
+    model = TrainedT5(tiny_config())
+    model.update(tree_map(mx.zeros_like, model.parameters()))
+    # Equal logits: the first id, which is the padding, again and again to the limit.
+    assert [set(ids) for ids in greedy(model, [[5, EOS_ID]])] == [{PAD_ID}]
+    weight = mx.zeros(named_weights(model)["shared.weight"].shape)
+    weight[EOS_ID] = 1.0
+    model.shared.weight = weight + 0.01
+    model.decoder.final_layer_norm.weight = mx.ones((TINY["d_model"],))
+    assert greedy(model, [[5, EOS_ID], [6, 7, EOS_ID]]) == [[], []]
+
+
+def test_only_exact_translations_count():
+    model = new_model(tiny_config(), seed=1)
+    direction = DIRECTIONS[0]
+    values: list[Value] = [1984]
+    [made] = translate(model, TOKENIZER, [direction.prefix + "1984"])
+    assert wrong(model, TOKENIZER, direction, values) == [
+        (made, "one thousand nine hundred eighty-four")
+    ]
