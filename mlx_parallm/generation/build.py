@@ -41,6 +41,8 @@ from mlx_parallm.parsing import registry
 from mlx_parallm.parsing.forced import call_writer
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.tokenizer.loading import load_tokenizer
+from mlx_parallm.tokenizer.seq2seq.loading import load_seq2seq
+from mlx_parallm.tokenizer.seq2seq.tokenizer import Seq2SeqTokenizer
 from mlx_parallm.tokenizer.template_form import log_losses
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.content import Identity, package_versions
@@ -94,6 +96,7 @@ class _Loaded:
         contents: finds those of its folder, and of later ones.
         seen: its folder before its weights were read.
         draft: its draft model; None if it has none.
+        seq2seq: the two sides of its tokenizer if it is an encoder-decoder, else None.
     """
 
     folder: ModelFolder
@@ -103,6 +106,7 @@ class _Loaded:
     contents: FolderContents
     seen: SeenFolder
     draft: _Draft | None = None
+    seq2seq: Seq2SeqTokenizer | None = None
 
     @property
     def name(self) -> str:
@@ -199,8 +203,9 @@ def _load(folder: ModelFolder, context: BuildContext) -> _Loaded:
         tokenizer = load_tokenizer(
             path, chat_template=config.chat_template, trust_remote_code=config.trust_remote_code
         )
+        sides = load_seq2seq(path, tokenizer)
         context.on_progress(f"Loading {name}", 1.0)
-        loaded = _Loaded(folder, tokenizer, plan.kv, plan, contents, seen)
+        loaded = _Loaded(folder, tokenizer, plan.kv, plan, contents, seen, seq2seq=sides)
         source = context.settings.speculative and context.settings.speculative.model
         return loaded if source is None else _with_draft(loaded, source, context)
 
@@ -312,6 +317,7 @@ def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltMo
         grammars=grammars,
         revision=folder_revision(loaded.folder.path),
         images=_images(loaded, runner.info),
+        seq2seq=loaded.seq2seq,
         state_cache=_state_cache(loaded, share, runner.info, context.settings),
     )
     identity = _identity(loaded, plan, context.worker.ranks)

@@ -21,6 +21,7 @@ from mlx_parallm.images.latest_turn import SpecialTokens
 from mlx_parallm.images.prompt import text_prompt
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.registry import reasoning_format, tool_format
+from mlx_parallm.tokenizer.seq2seq.tokenizer import Seq2SeqTokenizer
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import RunnerInfo
@@ -214,6 +215,7 @@ class GenerationModel(ServedModel):
         parent: for an adapter, the first name of its model.
         adapter: for an adapter, its name.
         images: how the model takes images; None if it takes none.
+        seq2seq: the sources and decoder prompts of an encoder-decoder; None for a decoder.
         state_cache: the states after prefixes that each engine keeps; None if it has no state.
     """
 
@@ -232,6 +234,7 @@ class GenerationModel(ServedModel):
     parent: str | None = None
     adapter: str | None = None
     images: ImageForm | None = None
+    seq2seq: Seq2SeqTokenizer | None = None
     state_cache: StateCache | None = None
 
     traits = GENERATION_TRAITS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def cut_ids(
     token_ids: tuple[int, ...],
@@ -31,3 +33,19 @@ def cut_ids(
     room = length - len(kept_begin) - len(kept_end)
     kept = inner[len(inner) - room :] if from_left else inner[:room]
     return (*kept_begin, *kept, *kept_end)
+
+
+def specials_around(
+    ids: Sequence[int], bare: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the special tokens before and after a text, by its ids with and without them.
+
+    If the text alone has no ids, half of them count as those before it.
+    """
+    ids, bare = tuple(ids), tuple(bare)
+    if not bare:
+        return ids[: len(ids) // 2], ids[len(ids) // 2 :]
+    for begin in range(len(ids) - len(bare) + 1):
+        if ids[begin : begin + len(bare)] == bare:
+            return ids[:begin], ids[begin + len(bare) :]
+    return (), ()

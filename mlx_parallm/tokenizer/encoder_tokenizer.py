@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from mlx_parallm.models.load_failures import load_failures
-from mlx_parallm.tokenizer.cut import cut_ids
+from mlx_parallm.tokenizer.cut import cut_ids, specials_around
 from mlx_parallm.tokenizer.encoder_settings import has_token_types, read_backend
 from mlx_parallm.tokenizer.jinja_chat import ChatTemplate, has_chat_template
 from mlx_parallm.tokenizer.loaded import HubTokenizer
@@ -56,7 +56,9 @@ class EncoderTokenizer:
         self._released = ReleasedTokenizer(backend)
         self._template = template
         self._has_types = has_types
-        self._begin, self._end = _specials_around(backend)
+        self._begin, self._end = specials_around(
+            backend.encode("a").ids, backend.encode("a", add_special_tokens=False).ids
+        )
         self._special = special or SpecialTokens()
 
     @property
@@ -245,18 +247,6 @@ def _span(
         is_special=bool(special),
         continues=continues and not is_unknown,
     )
-
-
-def _specials_around(backend: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the special tokens before and after a text."""
-    ids = tuple(backend.encode("a", add_special_tokens=True).ids)
-    bare = tuple(backend.encode("a", add_special_tokens=False).ids)
-    if not bare:
-        return ids[: len(ids) // 2], ids[len(ids) // 2 :]
-    for begin in range(len(ids) - len(bare) + 1):
-        if ids[begin : begin + len(bare)] == bare:
-            return ids[:begin], ids[begin + len(bare) :]
-    return (), ()
 
 
 @dataclass(frozen=True, slots=True)
