@@ -29,7 +29,8 @@ def golden_weight(name: str, shape: Sequence[int]) -> np.ndarray:
     # RandomState's numbers are promised to stay the same in every version of NumPy.
     random = np.random.RandomState(zlib.crc32(name.encode()))
     noise = np.array(random.standard_normal(tuple(shape)))
-    if "language_model." in name and ".embed_tokens." in name:
+    is_table = name.endswith("shared.weight")
+    if is_table or ("language_model." in name and ".embed_tokens." in name):
         # Tied to the head they would make tiny models repeat the last token.
         noise = noise * 0.3
     if len(shape) > 1:

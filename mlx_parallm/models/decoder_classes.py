@@ -15,6 +15,7 @@ from mlx_lm.models.cache import RotatingKVCache
 from mlx_parallm.models import opt
 from mlx_parallm.models.extended_decoders import EXTENDED_DECODERS
 from mlx_parallm.models.family_weights import FAMILY_WEIGHTS
+from mlx_parallm.models.seq2seq import t5
 from mlx_parallm.models.text_halves import TEXT_HALVES
 from mlx_parallm.models.vision.checkpoint import with_tower
 from mlx_parallm.models.vision.registry import family_of
@@ -23,6 +24,12 @@ from mlx_parallm.models.vision.registry import family_of
 OWN_DECODERS: Mapping[str, tuple[type, type]] = {
     **TEXT_HALVES,
     "opt": (opt.Model, opt.ModelArgs),
+}
+#: ``ENCODER_DECODERS``: the same of models whose decoder attends to an encoder's output.
+ENCODER_DECODERS: Mapping[str, tuple[type, type]] = {
+    "mt5": (t5.Model, t5.ModelArgs),
+    "t5": (t5.Model, t5.ModelArgs),
+    "umt5": (t5.Model, t5.ModelArgs),
 }
 #: ``WINDOWED``: families of which all layers have the window that the config names.
 #: mlx_lm's classes make the mask from the first layer's cache.
@@ -35,7 +42,9 @@ def decoder_classes(config: dict[str, Any]) -> tuple[type, type]:
     Raises:
         ValueError: neither this package nor mlx_lm has them.
     """
-    own = {**OWN_DECODERS, **EXTENDED_DECODERS}.get(str(config.get("model_type")))
+    own = {**OWN_DECODERS, **EXTENDED_DECODERS, **ENCODER_DECODERS}.get(
+        str(config.get("model_type"))
+    )
     model, args = own or mlx_lm_utils._get_classes(config)
     model = readable_decoder(model, config)
     family = family_of(config)

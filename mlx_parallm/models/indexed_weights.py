@@ -10,8 +10,10 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlx_parallm.models.checkpoint_names import Weights
+from mlx_parallm.models.checkpoints.encoder_decoders import is_encoder_decoder
 from mlx_parallm.models.checkpoints.rope_fields import TEXT_CONFIGS
 from mlx_parallm.models.checkpoints.weight_files import weight_files, weight_map
+from mlx_parallm.models.seq2seq.tables import has_own_head
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.json_values import is_mapping
 
@@ -77,16 +79,19 @@ def tied_as_saved(
     """Return a config whose LM head is tied if no one unties it and the files have none.
 
     transformers' default of some families is an untied head, mlx_lm's a tied one, so folders
-    without the field may have either.
+    without the field may have either. The field of an encoder-decoder does not count: its head is
+    tied if the files have no other than the table of word embeddings.
 
     Args:
         read: the result of ``readable_config``.
         config: the ``config.json`` that it was made from.
-        folder: the checkpoint, of which only the names of weights are read.
+        folder: the checkpoint; a decoder's weights are not read.
 
     Raises:
         ModelLoadError: a file of weights cannot be read.
     """
+    if is_encoder_decoder(config):
+        return {**read, TIE_FIELD: not has_own_head(read_weights(folder))}
     tied = dict(read)
     for name in TEXT_CONFIGS:
         if is_mapping(config.get(name)):

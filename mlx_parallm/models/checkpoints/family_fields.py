@@ -196,6 +196,12 @@ def _always(**fields: Any) -> Callable[[Mapping[str, Any]], Config]:
     return lambda config: {name: each for name, each in fields.items() if name not in config}
 
 
+def _t5(config: Mapping[str, Any]) -> Config:
+    """Return what older configs say by an untied head, which the loader sets by the files."""
+    is_tied = config.get("tie_word_embeddings") is not False
+    return {"scale_decoder_outputs": config.get("scale_decoder_outputs", is_tied)}
+
+
 #: ``FAMILY_FIELDS``: functions that return fields of a family's config, by ``model_type``.
 FAMILY_FIELDS: Mapping[str, Callable[[Mapping[str, Any]], Config]] = {
     "apertus": _always(mlp_bias=False, post_norm=False, qk_norm=True),
@@ -225,4 +231,5 @@ FAMILY_FIELDS: Mapping[str, Callable[[Mapping[str, Any]], Config]] = {
     "qwen3_5_text": lambda config: {**_qwen3_next(config), "model_type": "qwen3_5"},
     "qwen3_next": _qwen3_next,
     "solar_open": _always(first_k_dense_replace=0, intermediate_size=0, partial_rotary_factor=1.0),
+    "t5": _t5,
 }

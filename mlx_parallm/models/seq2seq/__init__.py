@@ -1,0 +1,1 @@
+"""Encoder-decoders in the form of mlx_lm's models."""

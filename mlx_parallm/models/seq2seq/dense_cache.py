@@ -1,0 +1,73 @@
+"""Stock caches of an encoder-decoder: what its results in the packed path are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from mlx_parallm.models.seq2seq.interface import Arrays, EncoderDecoder, SourceKV
+
+
+class DenseSourceCache(KVCache):
+    """The keys and values of one decoder layer, which rows of all batch entries have.
+
+    Attributes:
+        source: keys and values ``[1, K, S, D]`` of the source; None without one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source: tuple[mx.array, mx.array] | None = None
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        distance_bias: mx.array | None = None,
+    ) -> mx.array:
+        """See ``SourceCache``."""
+        first = self.offset
+        all_keys, all_values = self.update_and_fetch(keys, values)
+        mask = "causal" if distance_bias is None else _mask(distance_bias, first, queries)
+        return mx.fast.scaled_dot_product_attention(
+            queries, all_keys, all_values, scale=scale, mask=mask
+        )
+
+    def attend_source(self, queries: mx.array, *, scale: float) -> mx.array:
+        """See ``SourceCache``."""
+        if self.source is None:
+            return mx.zeros_like(queries)
+        keys, values = self.source
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)
+
+
+def _mask(bias: mx.array, first: int, queries: mx.array) -> mx.array:
+    """Return what is added to scores ``[H, L, first + L]``: the bias, -inf for later keys."""
+    rows = queries.shape[2]
+    distances = mx.arange(first, first + rows)[:, None] - mx.arange(first + rows)
+    biases = bias[:, mx.clip(distances, 0, bias.shape[1] - 1)]
+    return mx.where(distances < 0, -mx.inf, biases).astype(queries.dtype)
+
+
+def encoded(model: EncoderDecoder, sources: Sequence[Arrays]) -> list[SourceKV]:
+    """Return the sources' evaluated keys and values in each decoder layer."""
+    stages = model.encode(sources)
+    while True:
+        try:
+            mx.eval(next(stages))
+        except StopIteration as end:
+            made: list[SourceKV] = end.value
+            mx.eval(made)
+            return made
+
+
+def set_source(model: EncoderDecoder, caches: Sequence[DenseSourceCache], arrays: Arrays) -> None:
+    """Encode a source and give it to the stock caches of a model's decoder layers."""
+    for cache, kv in zip(caches, encoded(model, [arrays]), strict=True):
+        keys, values = (rows.transpose(2, 1, 0, 3) for rows in kv)
+        cache.source = keys, values

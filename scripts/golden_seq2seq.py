@@ -1,0 +1,146 @@
+"""A writer of transformers' results for tiny encoder-decoders: tests/golden/seq2seq.
+
+Run it by hand, in an environment of its own that has torch:
+
+    python3 -m venv /tmp/golden
+    /tmp/golden/bin/pip install torch==2.13.0 transformers==5.23.0 safetensors numpy
+    /tmp/golden/bin/python -m scripts.golden_seq2seq [--only part-of-a-name]
+
+A file holds ``config.json``, names and shapes of the weights of a folder
+(``tests/golden_weights.py`` makes their numbers), and for some sources the logits after a decoder
+prompt and the tokens that greedy decoding chooses then, all computed in float64. Sources are those
+whose choices rounding cannot change and that make the model write several tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]
+import transformers
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from scripts.golden_encoders import lines, numbers
+from scripts.golden_seq2seq_cases import SEQ2SEQ_CASES, Seq2SeqCase
+from tests.golden_sources import golden_ids
+from tests.golden_weights import golden_weight
+
+FOLDER = Path(__file__).parent.parent / "tests" / "golden" / "seq2seq"
+#: ``LENGTHS``: tokens of a source, and those of the decoder prompt behind its start.
+LENGTHS = ((1, 2), (5, 0), (40, 6), (300, 1))
+NEW_TOKENS = 64
+#: ``MARGIN``: how far the second best logit is from the best at least, in tolerances.
+MARGIN = 2.0
+#: ``DISTINCT``: fewest different tokens among the new ones.
+DISTINCT = 4
+
+
+def main() -> None:
+    """Write the files of all cases, or of those whose names contain ``--only``."""
+    parser = argparse.ArgumentParser(description="Golden values of encoder-decoders.")
+    parser.add_argument("--only", default="", help="a part of the names of the cases to write")
+    only = parser.parse_args().only
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for case in SEQ2SEQ_CASES:
+        if only in case.name:
+            text = lines(golden_values(case))
+            (FOLDER / f"{case.name}.json").write_text(text, encoding="utf-8")
+            print(f"{case.name}: {len(text)} bytes")
+
+
+def golden_values(case: Seq2SeqCase) -> dict[str, Any]:
+    """Return config, weights by name and shape, and results of a case.
+
+    Raises:
+        ValueError: transformers does not read what was written.
+    """
+    config = transformers.AutoConfig.for_model(case.model_type, **case.config)
+    kind = transformers.AutoModelForSeq2SeqLM._model_mapping[type(config)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        kind(config).save_pretrained(folder)
+        written = _rewrite_config(folder / "config.json", case)
+        shapes = _shapes(folder, case)
+        weights = {name: np.asarray(golden_weight(name, shape)) for name, shape in shapes.items()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        model, report = kind.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+        )
+        if any(report[part] for part in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+            raise ValueError(f"transformers read {case.name} with {report}")
+    results = list(results_of(model.double().eval(), case))
+    return {
+        "config": written,
+        "weights": shapes,
+        "tolerance": case.tolerance,
+        "sources": results,
+    }
+
+
+def _rewrite_config(file: Path, case: Seq2SeqCase) -> dict[str, Any]:
+    fields = json.loads(file.read_text(encoding="utf-8")) | case.written
+    fields = {name: value for name, value in fields.items() if value is not None}
+    file.write_text(json.dumps(fields), encoding="utf-8")
+    return fields
+
+
+def _shapes(folder: Path, case: Seq2SeqCase) -> dict[str, list[int]]:
+    with safe_open(folder / "model.safetensors", "np") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    shapes |= {name: shapes[like] for name, like in case.added.items()}
+    return {case.renamed.get(name, name): shape for name, shape in sorted(shapes.items())}
+
+
+def results_of(model: Any, case: Seq2SeqCase) -> Iterator[dict[str, Any]]:
+    """Yield what the model makes of a source of each length, with the first seed that will do."""
+    for length, more in LENGTHS:
+        yield next(
+            result
+            for seed in count(1)
+            if (result := _result(model, case, seed, length, more)) is not None
+        )
+
+
+def _result(
+    model: Any, case: Seq2SeqCase, seed: int, length: int, more: int
+) -> dict[str, Any] | None:
+    """Return logits and greedy tokens; None if a choice is too close, or all are alike."""
+    vocab_size = model.config.vocab_size
+    source = torch.tensor([golden_ids(seed, length, vocab_size)])
+    start: Any = model.config.decoder_start_token_id
+    chosen = [start, *golden_ids(seed + length, more, vocab_size)]
+    prompt = len(chosen)
+    first: Any = None
+    with torch.no_grad():
+        memory = model.get_encoder()(source)
+        for _ in range(NEW_TOKENS):
+            decoder_ids = torch.tensor([chosen])
+            logits = model(
+                encoder_outputs=memory, decoder_input_ids=decoder_ids, use_cache=False
+            ).logits[0, -1]
+            first = logits if first is None else first
+            best, second = logits.topk(2).values
+            if best - second < MARGIN * case.tolerance * logits.abs().max():
+                return None
+            chosen.append(int(logits.argmax()))
+    if len(set(chosen[prompt:])) < DISTINCT:
+        return None
+    return {
+        "seed": seed,
+        "length": length,
+        "prompt": chosen[:prompt],
+        "logits": numbers([first])[0],
+        "tokens": chosen[prompt:],
+    }
+
+
+if __name__ == "__main__":
+    main()

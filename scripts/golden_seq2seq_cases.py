@@ -1,0 +1,83 @@
+"""The encoder-decoders that this package serves, as tiny configs with golden values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+#: ``SIZES``: fields of a tiny T5.
+T5_SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+#: ``UNTIED``: T5's config.json as transformers 4 writes it for a model of v1.1. None: not there.
+UNTIED: dict[str, Any] = {"tie_word_embeddings": False, "scale_decoder_outputs": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Seq2SeqCase:
+    """A model of transformers.
+
+    Attributes:
+        name: of the case.
+        model_type: the name in transformers.
+        config: fields of its config class.
+        written: fields of config.json that differ from what transformers 5 writes; None: no field.
+        renamed: names of weights that transformers 5 saves, and the names that they get.
+        added: further weights, by the name of one with their shape.
+        tolerance: how far logits may be from these values, as a share of the largest.
+    """
+
+    name: str
+    model_type: str
+    config: Mapping[str, Any]
+    written: Mapping[str, Any] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    added: Mapping[str, str] = field(default_factory=dict)
+    tolerance: float = 1e-4
+
+
+def _t5(name: str, model_type: str = "t5", **fields: Any) -> Seq2SeqCase:
+    """Return a case whose scores are not scaled, which makes rounding errors larger."""
+    config = T5_SIZES | fields.pop("config", {})
+    return Seq2SeqCase(name, model_type, config, tolerance=1e-3, **fields)
+
+
+GATED = {"feed_forward_proj": "gated-gelu"}
+HEAD = {"lm_head.weight": "shared.weight"}
+SEQ2SEQ_CASES: tuple[Seq2SeqCase, ...] = (
+    _t5("t5"),
+    _t5(
+        "t5_buckets",
+        config={
+            "relative_attention_num_buckets": 12,
+            "relative_attention_max_distance": 20,
+            "num_layers": 1,
+            "num_decoder_layers": 3,
+        },
+    ),
+    _t5("t5_v1_1", config=GATED, written=UNTIED, added=HEAD),
+    _t5("t5_v5", config={**GATED, "tie_word_embeddings": False}, added=HEAD),
+    _t5("t5_untied_scaled", added=HEAD),
+    _t5("flan", config={**GATED, "num_decoder_layers": 3}, written=UNTIED, added=HEAD),
+    _t5(
+        "madlad",
+        config=GATED,
+        written=UNTIED,
+        renamed={"shared.weight": "decoder.embed_tokens.weight"},
+        added=HEAD,
+    ),
+    _t5("byt5", config={**GATED, "num_layers": 3, "num_decoder_layers": 1}, written=UNTIED),
+    _t5("t5_silu", config={"feed_forward_proj": "gated-silu"}),
+    _t5("t5_gelu", config={"feed_forward_proj": "gelu"}),
+    _t5("mt5", "mt5", written=UNTIED, added=HEAD),
+    _t5("mt5_tied", "mt5"),
+    _t5("umt5", "umt5", added=HEAD),
+    _t5("umt5_tied", "umt5", config={"feed_forward_proj": "relu"}),
+)
