@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mlx_parallm.tokenizer.cut import cut_ids, specials_around
 from mlx_parallm.tokenizer.seq2seq.languages import Languages, Marks
 from mlx_parallm.tokenizer.seq2seq.rules import Seq2SeqRules, TaskDefaults
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
+from mlx_parallm.types.token_limit import ANY_LENGTH, TokenLimit
 
 # _TRANSLATION begins the names of tasks that translate, such as "translation_en_to_de".
 _TRANSLATION = "translation"
@@ -79,6 +81,15 @@ class Seq2SeqTokenizer:
         ids = [*marks.begin, *ids, *marks.end]
         limit.check(len(ids))
         return _cut(ids, limit, marks.begin, marks.end)
+
+    def cut_source(self, token_ids: Sequence[int], limit: TokenLimit) -> list[int]:
+        """Return the ids of a source, cut between its special tokens if ``limit`` cuts.
+
+        Raises:
+            ContextLengthError: there are more than ``limit`` allows.
+        """
+        limit.check(len(token_ids))
+        return _cut(list(token_ids), limit, self._begin, self._end)
 
     def encode_target(self, text: str, *, limit: TokenLimit = ANY_LENGTH) -> list[int]:
         """Return the ids of a text of the decoder's side, without special tokens.

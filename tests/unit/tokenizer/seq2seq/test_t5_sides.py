@@ -13,7 +13,7 @@ from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.tokenizer.seq2seq.loading import load_seq2seq
 from mlx_parallm.tokenizer.seq2seq.tokenizer import Seq2SeqTokenizer
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
-from mlx_parallm.types.request import TokenLimit
+from mlx_parallm.types.token_limit import TokenLimit
 from tests.builders.seq2seq_folders import TEXTS, write_t5
 
 TASKS = {
@@ -91,8 +91,11 @@ def test_a_long_source_is_cut_before_its_end(ours: Seq2SeqTokenizer) -> None:
     assert ours.encode_source(text, limit=limit) == [*whole[:9], whole[-1]]
     left = TokenLimit(most=10, cuts=True, from_left=True)
     assert ours.encode_source(text, limit=left) == whole[-10:]
+    assert ours.cut_source(whole, limit) == [*whole[:9], whole[-1]]
     with pytest.raises(ContextLengthError):
         ours.encode_source(text, limit=TokenLimit(most=10))
+    with pytest.raises(ContextLengthError):
+        ours.cut_source(whole, TokenLimit(most=10))
 
 
 def test_it_can_be_pickled(ours: Seq2SeqTokenizer) -> None:
