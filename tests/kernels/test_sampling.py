@@ -10,7 +10,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.types.request import LOGPROBS_MODES, PROCESSED_LOGPROBS, SamplingParams
+from mlx_parallm.types.request import (
+    ADJUSTED_LOGPROBS,
+    LOGPROBS_MODES,
+    PROCESSED_LOGPROBS,
+    SamplingParams,
+)
 from mlx_parallm.types.step import SampleSpec
 from mlx_parallm.worker.sampling import check as sampling_check
 from mlx_parallm.worker.sampling import truncation
@@ -199,7 +204,7 @@ def values_of(result: SampleResult, rows: int) -> list[list[float]]:
     ]
 
 
-@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+@pytest.mark.parametrize("mode", [*LOGPROBS_MODES, ADJUSTED_LOGPROBS])
 def test_a_sampler_answers_the_same_with_kernels_and_without(shim: Shim, mode: str) -> None:
     source = np.random.default_rng(8)
     mine = Sampler(trusted(shim, mx.float32), logprobs_mode=mode)

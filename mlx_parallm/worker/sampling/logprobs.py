@@ -7,7 +7,7 @@ drawn from, where ``-inf`` marks what could not be drawn.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -44,6 +44,11 @@ class TargetLogprobs:
         """Return the arrays to evaluate before ``to_python``."""
         arrays = (self.target_ids, self.target, self.top_ids, self.top, self.ranks)
         return [array for array in (*arrays, self.entropies) if array is not None]
+
+    def shifted(self, shifts: mx.array) -> TargetLogprobs:
+        """Return log-probabilities that are larger by ``shifts``, float32 ``[rows]``."""
+        top = None if self.top is None else self.top + shifts[:, None]
+        return replace(self, target=self.target + shifts, top=top)
 
     def to_python(self, counts: Sequence[int] | None = None) -> tuple[TokenLogprob, ...]:
         """Return one entry per row, with up to ``counts[row]`` likeliest tokens; None: all."""

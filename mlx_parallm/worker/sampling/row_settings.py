@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.types.request import ALL_TOKENS, PROCESSED_LOGPROBS, RAW_LOGPROBS, SamplingParams
+from mlx_parallm.types.request import ALL_TOKENS, RAW_LOGPROBS, SamplingParams
 from mlx_parallm.types.step import SampleSpec, TokenLogprob
 from mlx_parallm.worker.sampling.kernel_sampling import MAX_TOP
 from mlx_parallm.worker.sampling.logprobs import NamedLogprobs, TargetLogprobs
@@ -25,23 +25,20 @@ class LogprobRows:
     """Rows whose log-probabilities are computed together.
 
     Attributes:
-        is_processed: True if they are those of the distribution that tokens were drawn from, not
-            the model's.
+        mode: the logprobs mode of all of them.
         rows: indices in the batch, ascending.
         places: indices of these rows in the logits: raw logits are those of the whole batch,
-            processed ones are made for these rows alone.
+            others are made for these rows alone.
         counts: for each row, how many of the likeliest tokens it wants.
         top: the largest of ``counts``.
         named: token ids that a row wants by id, by place.
         entropy: indices into ``rows`` of rows that want the entropy.
     """
 
-    def __init__(
-        self, rows: Sequence[int], params: Sequence[SamplingParams], *, processed: bool
-    ) -> None:
-        self.is_processed = processed
+    def __init__(self, rows: Sequence[int], params: Sequence[SamplingParams], mode: str) -> None:
+        self.mode = mode
         self.rows = list(rows)
-        self.places = list(range(len(rows))) if processed else self.rows
+        self.places = self.rows if mode == RAW_LOGPROBS else list(range(len(rows)))
         self.counts = [_count(params[row]) for row in rows]
         self.top = max(self.counts)
         self.named = {
@@ -78,6 +75,14 @@ class RowLogprobs:
         further = (self.named.values if self.named else None, self.entropies)
         return self.targets.arrays() + [array for array in further if array is not None]
 
+    def shifted(self, shifts: mx.array) -> RowLogprobs:
+        """Return results whose log-probabilities are larger by ``shifts``, float32 ``[rows]``.
+
+        There must be none of tokens by id.
+        """
+        assert self.named is None, "log-probabilities by id have rows of their own"
+        return replace(self, targets=self.targets.shifted(shifts))
+
     def to_python(self) -> dict[int, TokenLogprob]:
         """Return the entries by the row's index in the batch."""
         entries = list(self.targets.to_python(self.rows.counts))
@@ -102,14 +107,12 @@ def logprob_groups(params: Sequence[SamplingParams], mode: str) -> list[LogprobR
         params: parameters of every row of the batch.
         mode: the logprobs mode of rows that name none.
     """
-    groups: dict[tuple[bool, bool], list[int]] = {}
+    groups: dict[tuple[str, bool], list[int]] = {}
     for row, row_params in enumerate(params):
         if row_params.num_logprobs is not None:
-            is_processed = (row_params.logprobs_mode or mode) == PROCESSED_LOGPROBS
-            groups.setdefault((is_processed, _count(row_params) > MAX_TOP), []).append(row)
-    return [
-        LogprobRows(rows, params, processed=processed) for (processed, _), rows in groups.items()
-    ]
+            key = (row_params.logprobs_mode or mode, _count(row_params) > MAX_TOP)
+            groups.setdefault(key, []).append(row)
+    return [LogprobRows(rows, params, row_mode) for (row_mode, _), rows in groups.items()]
 
 
 def _count(params: SamplingParams) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.types.request import RAW_LOGPROBS
+from mlx_parallm.types.request import ADJUSTED_LOGPROBS, PROCESSED_LOGPROBS, RAW_LOGPROBS
 from mlx_parallm.types.step import SampledToken, SampleSpec
 from mlx_parallm.worker.sampling.kernel_sampling import MAX_TOP, SamplingKernels
 from mlx_parallm.worker.sampling.logprobs import entropies, named_logprobs, target_logprobs
@@ -115,7 +115,12 @@ class Sampler:
         """
         masked = logits if masks is None else _masked(logits, masks)
         choice = self._choice(masked, specs, pending)
-        logprobs = [self._logprobs(rows, logits, choice) for rows in self._rows.logprobs]
+        logprobs = [
+            self._adjusted_logprobs(rows, logits, choice, specs, pending)
+            if rows.mode == ADJUSTED_LOGPROBS
+            else self._logprobs(rows, logits, choice)
+            for rows in self._rows.logprobs
+        ]
         return SampleResult(choice.tokens, tuple(logprobs))
 
     def choose(
@@ -163,10 +168,36 @@ class Sampler:
 
     def _logprobs(self, rows: LogprobRows, logits: mx.array, choice: _Choice) -> RowLogprobs:
         tokens = choice.tokens
-        if rows.is_processed:
+        if rows.mode == PROCESSED_LOGPROBS:
             logits, tokens = self._processed(choice, rows.rows), _take(tokens, rows.rows)
             # A low temperature gives large logits, whose log-softmax would round differences away.
             logits = logits - mx.max(logits, axis=-1, keepdims=True)
+        return self._reported(rows, logits, tokens)
+
+    def _adjusted_logprobs(
+        self,
+        rows: LogprobRows,
+        logits: mx.array,
+        choice: _Choice,
+        specs: Sequence[SampleSpec],
+        pending: mx.array | None,
+    ) -> RowLogprobs:
+        """Return log-probabilities of the model that are adjusted as logits are, as beams need."""
+        logs = _take(logits, rows.rows).astype(mx.float32)
+        logs = logs - mx.logsumexp(logs, axis=-1, keepdims=True)
+        adjusted = set(self._rows.adjusted(specs))
+        changed = [place for place, row in enumerate(rows.rows) if row in adjusted]
+        if changed:
+            chosen = [rows.rows[place] for place in changed]
+            latest = None if pending is None else _take(pending, chosen)
+            specs_of = [specs[row] for row in chosen]
+            logs = _put(logs, changed, adjust_logits(_take(logs, changed), specs_of, latest))
+        reported = self._reported(rows, logs, _take(choice.tokens, rows.rows))
+        # What is reported was normalised again.
+        return reported.shifted(mx.logsumexp(logs, axis=-1)) if changed else reported
+
+    def _reported(self, rows: LogprobRows, logits: mx.array, tokens: mx.array) -> RowLogprobs:
+        """Return what rows report of the log-softmax of such logits, which has their places."""
         top = min(rows.top, logits.shape[-1])
         if self._kernels is not None and self._kernels.serve(logits) and top <= MAX_TOP:
             targets = self._kernels.logprobs(logits, tokens, rows.wanted, top)
