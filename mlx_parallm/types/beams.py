@@ -34,6 +34,7 @@ class BeamParams:
     width: int
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
+    num_counted: int = 0
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -45,7 +46,8 @@ class BeamParams:
             raise InvalidRequestError(
                 f"Beam search has 1 to {MAX_BEAMS} beams.", param="beam_width"
             )
-        if not math.fabs(self.length_penalty) <= MAX_LENGTH_PENALTY:  # also refuses NaN
+        # This also refuses NaN.
+        if not math.fabs(self.length_penalty) <= MAX_LENGTH_PENALTY:
             raise InvalidRequestError(
                 f"length_penalty must be between -{MAX_LENGTH_PENALTY:g} and "
                 f"{MAX_LENGTH_PENALTY:g}.",

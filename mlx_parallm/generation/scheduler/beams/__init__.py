@@ -1,0 +1,1 @@
+"""Beam search: which hypotheses go on, and the blocks and slots that they need."""
