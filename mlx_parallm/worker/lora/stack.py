@@ -159,14 +159,15 @@ class LinearStack(AdapterStack):
         """Return the layer's output ``y``, changed for each row.
 
         Args:
-            x: the layer's input, ``[B, L, in]``; its first axes may be merged or split.
+            x: the layer's input, ``[B, L, in]``; its first axes may be merged or split, as in
+                packed rows ``[1, B * L, in]``.
             y: the layer's output, ``[B, L, out]``, with the same first axes as x.
             rows: the adapters of the B rows.
             bias: the bias that y contains, ``[out]``, because DoRA does not scale it.
         """
         if rows.common_slot is not None:
             return self._by_common_slot(x, y, rows.common_slot, bias)
-        if x.ndim != 3:
+        if x.ndim != 3 or x.shape[0] != rows.slots.size:
             shape, count = y.shape, rows.slots.size
             x, y = (array.reshape(count, -1, array.shape[-1]) for array in (x, y))
             return self(x, y, rows, bias).reshape(shape)
@@ -267,10 +268,17 @@ class EmbeddingStack(AdapterStack):
         return (rank, vocab), (dims, rank)
 
     def __call__(self, ids: mx.array, y: mx.array, rows: AdapterRows) -> mx.array:
-        """Return ``y``, the embeddings ``[B, L, dims]`` of ids ``[B, L]``, changed for each row."""
+        """Return ``y``, the embeddings ``[B, L, dims]`` of ids ``[B, L]``, changed for each row.
+
+        The first axes may be merged or split.
+        """
         if rows.common_slot is not None:
             return self._by_common_slot(ids, y, rows.common_slot)
         slots = rows.slots
+        if ids.ndim != 2 or ids.shape[0] != slots.size:
+            shape, count = y.shape, slots.size
+            split = ids.reshape(count, -1), y.reshape(count, -1, shape[-1])
+            return self(*split, rows).reshape(shape)
         low = self.a[slots[:, None], ids]
         y = y + mx.gather_mm(low, self.b, rhs_indices=slots).astype(y.dtype)
         if self.gain is None:
