@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import mlx.core as mx
 import numpy as np
@@ -97,6 +97,13 @@ class AttentionBackend(Protocol):
 
     def unquantised(self) -> AttentionBackend:
         """Return a backend like this one with unquantised pools; itself if they are."""
+        ...
+
+    def with_own_tables(self) -> Self:
+        """Return this backend for further rows of the same steps, in the same pools.
+
+        A backend may keep the block tables of the latest rows, which these would replace.
+        """
         ...
 
     def bytes_per_token(self, shape: LayerShape) -> int:

@@ -5,8 +5,10 @@ The layout and the algorithm are in ``docs/decisions/004-paged-attention-kernels
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import mlx.core as mx
 import numpy as np
@@ -91,6 +93,12 @@ class KernelAttention:
         return KernelAttention(
             self._block_size, self._language, tuning=self._tuning, large_work=self._large_work
         )
+
+    def with_own_tables(self) -> Self:
+        """See ``AttentionBackend.with_own_tables``."""
+        other = copy.copy(self)
+        other._forget_tables()
+        return other
 
     def bytes_per_token(self, shape: LayerShape) -> int:
         """See ``AttentionBackend.bytes_per_token``."""

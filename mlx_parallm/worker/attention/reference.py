@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import mlx.core as mx
 import numpy as np
@@ -285,6 +286,10 @@ class ReferenceAttention:
 
     def unquantised(self) -> ReferenceAttention:
         """See ``AttentionBackend.unquantised``."""
+        return self
+
+    def with_own_tables(self) -> Self:
+        """See ``AttentionBackend.with_own_tables``. No tables are kept."""
         return self
 
     def bytes_per_token(self, shape: LayerShape) -> int:
