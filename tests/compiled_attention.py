@@ -126,5 +126,5 @@ class CompiledAttention(AheadAttention):
             scale=options["scale"],
             mask=mask,
             sinks=options["sinks"],
-            soft_cap=options["soft_cap"],
+            soft_cap=options.get("soft_cap"),
         )

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from mlx_parallm.models.seq2seq.dense_cache import DenseSourceCache
 from mlx_parallm.worker.attention.base import LayerShape
 
 # STATE_TOKENS: tokens after which a state has the shape that it keeps; that of an n-gram embedding
@@ -131,7 +132,7 @@ def _describe(cache: Any) -> CacheLayout:
         return ListLayout(tuple(_describe(part) for part in cache.caches))
     if isinstance(cache, ArraysCache):
         return StateLayout(tuple(map(_entry, cache.cache)))
-    if type(cache) in (KVCache, RotatingKVCache, ChunkedKVCache):
+    if type(cache) in (KVCache, RotatingKVCache, ChunkedKVCache, DenseSourceCache):
         window = cache.max_size if isinstance(cache, RotatingKVCache) else None
         return KVLayout(_shape(cache.keys, cache.values), window)
     return OpaqueLayout(type(cache).__name__)

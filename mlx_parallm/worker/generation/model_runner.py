@@ -12,8 +12,10 @@ import numpy as np
 from typing_extensions import override
 
 from mlx_parallm.grammar.masks import GrammarMasks
+from mlx_parallm.models.seq2seq.interface import is_encoder_decoder
 from mlx_parallm.types.content import Buffer
 from mlx_parallm.types.errors import StepError
+from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.request import ALL_TOKENS
 from mlx_parallm.types.step import (
     Phase,
@@ -32,7 +34,8 @@ from mlx_parallm.worker.generation.block_moves import BlockMoves
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.host_moves import HostMoves
 from mlx_parallm.worker.generation.inputs.forward import InputForward
-from mlx_parallm.worker.generation.inputs.runs import InputComputer
+from mlx_parallm.worker.generation.inputs.runs import InputComputer, Tensors
+from mlx_parallm.worker.generation.inputs.sources import SourceEncoder, StepOrder
 from mlx_parallm.worker.generation.live_model import LiveModel
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
@@ -47,7 +50,7 @@ from mlx_parallm.worker.generation.step_rows import (
 )
 from mlx_parallm.worker.generation.stock_forward import StockModel
 from mlx_parallm.worker.lora.adapter_store import AdapterStore
-from mlx_parallm.worker.ops import OneStage, Pending
+from mlx_parallm.worker.ops import ComputeInputs, OneStage, Pending
 from mlx_parallm.worker.sampling.logprobs import TargetLogprobs, target_logprobs
 from mlx_parallm.worker.sampling.sampler import Sampler, SampleResult
 
@@ -268,6 +271,15 @@ class ModelRunner(Runner):
         self._moves = HostMoves(ranks, faults, self._recovering, runs_ahead=info.runs_ahead)
         self._blocks = BlockMoves([each for each in pools if each is not None], self._moves)
         self._states = StateMoves(path.states, self._moves)
+        self._sources: SourceEncoder | None = None
+        if is_encoder_decoder(stock.model):
+            assert isinstance(path, PackedPath), "an encoder-decoder runs packed or not at all"
+            order = StepOrder(
+                recovering=self._recovering,
+                before_writes=self._end_readers,
+                compute=inputs.compute,
+            )
+            self._sources = SourceEncoder(stock.model, path, adapters, order)
 
     @property
     def prepares_shapes(self) -> bool:
@@ -295,6 +307,25 @@ class ModelRunner(Runner):
         self._latest = step if runs_ahead else None
         return step
 
+    def begin_inputs(self, op: ComputeInputs, inputs: Sequence[Tensors]) -> Pending[None]:
+        """Begin to compute inputs, whose arrays ``inputs`` are."""
+        if op.kind is not InputKind.SOURCE:
+            return self.inputs.begin(op.slots, op.kind, inputs)
+        assert self._sources is not None, "a source was admitted that the model does not take"
+        return self._sources.begin(op.slots, op.places, inputs)
+
+    def drop_inputs(self, slots: Sequence[int]) -> None:
+        """Forget the products in some slots, computed or not."""
+        self.inputs.features.drop(slots)
+        if self._sources is not None:
+            self._sources.drop(slots)
+
+    def clear_inputs(self) -> None:
+        """Forget all products, computed or not, except those in blocks."""
+        self.inputs.features.clear()
+        if self._sources is not None:
+            self._sources.clear()
+
     def reserve_host_memory(self, num_bytes: int) -> None:
         """Have host memory ready for so many bytes of blocks.
 
@@ -314,8 +345,7 @@ class ModelRunner(Runner):
     def write_blocks(self, blocks: Sequence[int], data: Sequence[Buffer]) -> Pending[None]:
         """Begin to write KV blocks, before the steps that follow; see ``WriteBlocks``."""
         with self._recovering():
-            if self._is_reading(blocks):
-                self._end_latest()
+            self._end_readers(blocks)
             return self._blocks.write(blocks, data)
 
     def read_states(self, slots: Sequence[int]) -> Pending[tuple[Buffer, ...]]:
@@ -397,6 +427,11 @@ class ModelRunner(Runner):
         """Return True if the step in flight may read any of these blocks."""
         latest = self._latest
         return latest is not None and any(block in latest.blocks for block in blocks)
+
+    def _end_readers(self, blocks: Iterable[int]) -> None:
+        """Wait for the step in flight if it may read these blocks, which are written next."""
+        if self._is_reading(blocks):
+            self._end_latest()
 
     def _end_latest(self) -> None:
         """Wait for the step in flight, if there is one, because nothing else orders this one.

@@ -136,6 +136,7 @@ class PackedStep:
         plan: the backend's plan of the step.
         tables: the block tables of the rows, int32 ``[T, M]``; None unless a function that gathers
             keys is being traced.
+        source_plan: the backend's plan of the rows' cross-attention; None without sources.
         notes: see ``seam.PagedStep``.
     """
 
@@ -146,11 +147,13 @@ class PackedStep:
         positions: mx.array,
         tables: mx.array | None = None,
         two_way: TwoWayRows | None = None,
+        source_plan: Any = None,
     ) -> None:
         self.positions = positions
         self.backend = backend
         self.plan = plan
         self.tables = tables
+        self.source_plan = source_plan
         self.notes: StateNotes | None = None
         self._two_way = two_way or TwoWayRows()
         self._pools: dict[int, tuple[LayerPool, int | None]] = {}
@@ -161,10 +164,12 @@ class PackedStep:
         backend: AttentionBackend,
         sequences: Sequence[ScheduledSequence],
         two_way: TwoWayRows | None = None,
+        source_plan: Any = None,
     ) -> PackedStep:
         """Return the forward of these sequences' tokens."""
         positions = mx.array(positions_of(sequences))
-        return cls(backend, backend.plan(sequences), positions, two_way=two_way)
+        plan = backend.plan(sequences)
+        return cls(backend, plan, positions, two_way=two_way, source_plan=source_plan)
 
     @classmethod
     def padded(
@@ -173,6 +178,7 @@ class PackedStep:
         sequences: Sequence[ScheduledSequence],
         num_rows: int,
         two_way: TwoWayRows | None = None,
+        source_plan: Any = None,
     ) -> PackedStep:
         """Return the forward of these sequences' tokens, padded to ``num_rows`` rows.
 
@@ -182,7 +188,7 @@ class PackedStep:
         real = positions_of(sequences)
         positions[: len(real)] = real
         plan = backend.padded_plan(sequences, num_rows)
-        return cls(backend, plan, mx.array(positions), two_way=two_way)
+        return cls(backend, plan, mx.array(positions), two_way=two_way, source_plan=source_plan)
 
     def register(self, pool: LayerPool, window: int | None) -> None:
         """Add a pool for ``attend``, which recognises it by the identity of its keys."""
@@ -293,6 +299,37 @@ class PagedLayerCache:
         """Return the pools without a write, for layers that share another layer's KV."""
         self._step.register(self._pool, self._window)
         return self._pool.keys, self._pool.values
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        distance_bias: mx.array | None = None,
+    ) -> mx.array:
+        """See ``models.seq2seq.interface.SourceCache``."""
+        step = self._step
+        step.backend.write(self._pool, step.plan, keys, values)
+        return step.backend.attend(
+            self._pool,
+            step.plan,
+            queries,
+            scale=scale,
+            window=self._window,
+            sinks=None,
+            distance_bias=distance_bias,
+        )
+
+    def attend_source(self, queries: mx.array, *, scale: float) -> mx.array:
+        """See ``models.seq2seq.interface.SourceCache``."""
+        step = self._step
+        if step.source_plan is None:
+            return mx.zeros_like(queries)
+        return step.backend.attend(
+            self._pool, step.source_plan, queries, scale=scale, window=None, sinks=None
+        )
 
     def maybe_trim_front(self) -> None:
         """Do nothing: windows are masks here, so nothing is trimmed."""

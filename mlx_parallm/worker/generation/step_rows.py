@@ -253,8 +253,11 @@ class StepRows:
 
     @property
     def blocks(self) -> Iterator[int]:
-        """Return the KV blocks of all sequences."""
-        return chain.from_iterable(sequence.block_table for sequence in self._sequences)
+        """Return the KV blocks of all sequences and of their sources."""
+        for sequence in self._sequences:
+            yield from sequence.block_table
+            if sequence.source is not None:
+                yield from sequence.source.block_table
 
     def _sample(
         self, sequence: ScheduledSequence, spec: SampleSpec, end: int, *, has_logits: bool

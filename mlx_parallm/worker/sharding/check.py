@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.models.load_failures import reason
+from mlx_parallm.models.seq2seq.interface import is_encoder_decoder
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.sharding.stock_shard import Rank, copy_structure, run_shard
@@ -30,6 +31,8 @@ def check_shardable(model: Any, config: Mapping[str, Any], path: Path, size: int
         path: its folder, for the message.
         size: the number of ranks.
     """
+    if is_encoder_decoder(model):
+        raise _refusal(config, path, size, "an encoder-decoder runs in one process")
     if not hasattr(model, "shard"):
         raise _refusal(config, path, size, "mlx_lm has no method shard for this architecture")
     cut = copy_structure(model)

@@ -61,7 +61,8 @@ class InputComputer:
         begun, self._begun = self._begun, []
         return begun
 
-    def _evaluate(self, *arrays: mx.array) -> None:
+    def compute(self, *arrays: mx.array) -> None:
+        """Compute arrays, or begin to: see ``waits`` and ``take_begun``."""
         if self._waits:
             mx.eval(*arrays)
         else:
@@ -109,12 +110,12 @@ class InputComputer:
             for slot, features, own, is_feature in parts:
                 rows = features.rows.astype(self._dtype)
                 layers = mx.stack(list(features.layers)) if features.layers else None
-                self._evaluate(rows, *(() if layers is None else (layers,)))
+                self.compute(rows, *(() if layers is None else (layers,)))
                 self.features.put(
                     slot, run, rows, own, layers=layers, two_way=two_way, is_feature=is_feature
                 )
 
-        run = InputRun(stages, num_stages, self._evaluate, keep)
+        run = InputRun(stages, num_stages, self.compute, keep)
         self.features.expect(slots, run)
         return run
 

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from mlx_parallm.models.checkpoints.decoder_sizes import context_length, query_heads
 from mlx_parallm.models.load_failures import load_failures
+from mlx_parallm.models.seq2seq.interface import is_encoder_decoder
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError
 from mlx_parallm.types.step import KVPlan
 from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
@@ -145,6 +146,8 @@ def _read(
     trials = KernelTrials(None if chosen is None else chosen.kernels, loader.ranks)
     rule = CastRule(None if chosen is None else chosen.is_cast, spec.free_bytes, loader.ranks)
     loaded = load_model(spec.config, spec.path, cast=rule, trials=trials, ranks=loader.ranks)
+    if is_encoder_decoder(loaded.model):
+        _refuse_for_sources(spec)
     vocab_size = vocab_size_of(loaded)
     layouts = probe_layout(loaded.model)
     attention = _attention(spec, loaded, layouts, chosen, loader)
@@ -231,11 +234,11 @@ class GeneratorModel(WorkerModel):
                 return self._runner.submit(op.batch)
             case ComputeInputs():
                 arrays = [tensors[handle] for handle in op.handles]
-                return self._runner.inputs.begin(op.slots, op.kind, arrays)
+                return self._runner.begin_inputs(op, arrays)
             case ReadBlocks() | WriteBlocks() | ReadStates() | WriteStates():
                 return self._move(op)
             case DropInputs():
-                return Done(self._runner.inputs.features.drop(op.slots))
+                return Done(self._runner.drop_inputs(op.slots))
             case Allocate():
                 return Done(self._allocate(op))
             case AddAdapter() | StageAdapter() | ReadAdapter() | DropAdapter():
@@ -259,7 +262,13 @@ class GeneratorModel(WorkerModel):
                 return self._runner.write_states(op.slots, op.data)
 
     def _train(self, op: Any) -> Pending[Any]:
-        """Begin an op of a training session."""
+        """Begin an op of a training session.
+
+        Raises:
+            InvalidRequestError: the model is an encoder-decoder.
+        """
+        if self._runner.info.max_source_len:
+            raise InvalidRequestError("Encoder-decoders cannot be trained.", param="model")
         assert self._make_sessions is not None, f"a generation model does not know {op}"
         self._sessions = self._sessions or self._make_sessions(self._runner.stock)
         return self._sessions.begin(op)
@@ -299,7 +308,7 @@ class GeneratorModel(WorkerModel):
             case DropPrepared():
                 return live.drop_prepared()
             case Sleep():
-                self._runner.inputs.features.clear()
+                self._runner.clear_inputs()
                 return live.sleep(op.level)
             case Wake():
                 return live.wake(op.tag)
@@ -344,6 +353,7 @@ class GeneratorModel(WorkerModel):
             choices=weights.plan.choices,
             takes_embeds=weights.spec.settings.enable_prompt_embeds,
             speculates=weights.spec.settings.speculative is not None,
+            max_source_len=_max_source_len(weights.spec, weights.loaded.model),
             faults=self._device.faults,
         )
         if host_bytes := weights.spec.settings.cache.kv_host_bytes:
@@ -356,6 +366,31 @@ class GeneratorModel(WorkerModel):
             draft=draft_choices,
             info=runner.info,
             prepares_shapes=runner.prepares_shapes,
+        )
+
+
+def _max_source_len(spec: GenerationSpec, model: Any) -> int:
+    """Return the longest source, in positions; 0 if the model has no encoder.
+
+    Raises:
+        ConfigError: ``max_source_len`` exceeds what the encoder reads.
+    """
+    if not is_encoder_decoder(model):
+        return 0
+    return spec.settings.max_source_len_of(spec.config, model.max_source_len)
+
+
+def _refuse_for_sources(spec: GenerationSpec) -> None:
+    """Raise ConfigError if a setting does not suit an encoder-decoder."""
+    speculative = spec.settings.speculative
+    if speculative is not None and speculative.model is not None:
+        raise ConfigError(
+            f"--speculative-config: {spec.path} is an encoder-decoder, which neither has a draft "
+            "model nor is one; n-grams can propose tokens to it."
+        )
+    if spec.settings.enable_prompt_embeds:
+        raise ConfigError(
+            f"--enable-prompt-embeds: {spec.path} is an encoder-decoder, whose prompts are tokens."
         )
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.models.seq2seq.interface import is_encoder_decoder
+from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttention
 from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.device.ranks import Ranks, agreed
@@ -20,6 +21,7 @@ from mlx_parallm.worker.generation.cache_layout import (
     leaves,
 )
 from mlx_parallm.worker.generation.group_cache import CacheViews
+from mlx_parallm.worker.generation.load.checked_sources import CheckedSources, checked_sources
 from mlx_parallm.worker.generation.load.discovery import CacheUsers, find_cache_users
 from mlx_parallm.worker.generation.load.image_check import ImageCheck
 from mlx_parallm.worker.generation.load.self_check import (
@@ -103,6 +105,7 @@ def choose_path(  # noqa: PLR0913 - settings, by name
 
     Each path is checked on random ragged prompts. If none agrees, ``AlonePath`` is taken, which is
     the stock model. With quantised KV no path agrees, so the same path with exact KV is checked.
+    Encoder-decoders run packed or not at all.
 
     Args:
         model: the model.
@@ -122,6 +125,7 @@ def choose_path(  # noqa: PLR0913 - settings, by name
 
     Raises:
         ConfigError: KV cannot be quantised in this model.
+        ModelLoadError: the packed path of an encoder-decoder disagrees with the stock model.
     """
     if chosen is not None:
         make_check = None
@@ -136,6 +140,8 @@ def choose_path(  # noqa: PLR0913 - settings, by name
     attempts: list[PathAttempt] = []
     window = checked_length(model, layouts)
     needed = blocks_needed(block_size, window)
+    sources = checked_sources(model, vocab_size, block_size, first_block=needed)
+    needed += 0 if sources is None else sources.num_blocks
     blocks = max(num_blocks, needed)
     candidates = _Candidates(model, layouts, vocab_size, block_size, ranks, max_scores)
     candidates.use(backend.unquantised(), blocks if backend.quantisation is None else needed)
@@ -144,12 +150,12 @@ def choose_path(  # noqa: PLR0913 - settings, by name
         if backend.quantisation is not None:
             candidates.use(backend, blocks)
         path = make()
-        rehearse(path, random_texts(vocab_size, window), block_size)
+        rehearse(path, random_texts(vocab_size, window), block_size, sources)
         return PathChoice(path, chosen, selector=candidates.selector)
-    texts = stock_texts(model, vocab_size, window)
+    texts = stock_texts(model, vocab_size, window, sources)
     for name, make in candidates.in_order():
         path = make()
-        difference, error, is_right = check_path(path, texts, block_size, dtype)
+        difference, error, is_right = check_path(path, texts, block_size, dtype, sources)
         agrees = agreed(ranks, is_right)
         attempts.append(PathAttempt(name, difference, error, agrees))
         logger.debug("path %s: difference %s, error %s", name, difference, error)
@@ -160,13 +166,18 @@ def choose_path(  # noqa: PLR0913 - settings, by name
             path.close()
         if agrees:
             candidates.use(backend, blocks)
-            path = _runnable(make(), texts, block_size)
+            path = _runnable(make(), texts, block_size, sources)
             return PathChoice(path, name, tuple(attempts), candidates.selector, reason)
-    path = _alone(model, backend)
+    path = _alone(model, backend, attempts)
     return PathChoice(path, ALONE, tuple(attempts), candidates.selector, why_not(path))
 
 
-def _alone(model: Any, backend: AttentionBackend) -> AlonePath:
+def _alone(
+    model: Any, backend: AttentionBackend, attempts: Sequence[PathAttempt] = ()
+) -> AlonePath:
+    if is_encoder_decoder(model):
+        tried = "; ".join(f"{each.path}: {each.error or each.difference}" for each in attempts)
+        raise ModelLoadError(f"the batched decoder differs from the model run alone ({tried})")
     if backend.quantisation is not None:
         raise ConfigError(
             "kv_cache_dtype must be auto: this model runs only with its own caches, which cannot "
@@ -175,10 +186,15 @@ def _alone(model: Any, backend: AttentionBackend) -> AlonePath:
     return AlonePath(model)
 
 
-def _runnable(path: ForwardPath, texts: Sequence[CheckedText], block_size: int) -> ForwardPath:
+def _runnable(
+    path: ForwardPath,
+    texts: Sequence[CheckedText],
+    block_size: int,
+    sources: CheckedSources | None,
+) -> ForwardPath:
     """Return the path if it runs with quantised KV; its difference from exact KV is only logged."""
     try:
-        difference = largest_difference(path, texts, block_size)
+        difference = largest_difference(path, texts, block_size, sources)
     except MODEL_ERRORS as cause:
         raise ConfigError(f"kv_cache_dtype must be auto for this model: {cause}") from cause
     if not math.isfinite(difference):
@@ -251,6 +267,9 @@ class _Candidates:
             if isinstance(self._backend, CompilableAttention):
                 yield "packed (compiled)", lambda: self._packed(compiles=True)
             yield "packed", lambda: self._packed(compiles=False)
+        if is_encoder_decoder(self._model):
+            # Other paths have no sources.
+            return
         users = find_cache_users(self._model)
         if not any(module is self._model for module in users.modules):
             yield from self._splits(users)

@@ -60,6 +60,7 @@ def make_runner(  # noqa: PLR0913 - settings, by name
     choices: DecoderChoices | None = None,
     takes_embeds: bool = False,
     speculates: bool = False,
+    max_source_len: int = 0,
     faults: DeviceFaults | None = None,
 ) -> tuple[ModelRunner, DecoderChoices]:
     """Return the runner of a model and all choices for it, made here or taken over.
@@ -78,6 +79,7 @@ def make_runner(  # noqa: PLR0913 - settings, by name
         takes_embeds: True if prompts may bring rows that replace embeddings, if the model allows
             it.
         speculates: True if rows may have proposals.
+        max_source_len: see ``RunnerInfo``.
         faults: the failures of the device; None if no other model uses it.
     """
     chosen = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
@@ -139,7 +141,9 @@ def make_runner(  # noqa: PLR0913 - settings, by name
         path,
         forward,
         Sampler(kernels, logprobs_mode=logprobs_mode),
-        _with_inputs(info, embedding, inputs, takes_embeds=takes_embeds),
+        _with_sources(info, loaded, max_source_len)
+        if max_source_len
+        else _with_inputs(info, embedding, inputs, takes_embeds=takes_embeds),
         inputs=inputs,
         adapters=adapters,
         live=LiveModel(ModelWeights(loaded), path, adapters, draft),
@@ -273,4 +277,14 @@ def _with_inputs(
         input_width=embedding.width,
         input_kinds=tuple(kind for kind, is_taken in kinds.items() if is_taken),
         num_tower_stages=inputs.num_stages,
+    )
+
+
+def _with_sources(info: RunnerInfo, loaded: LoadedModel, max_source_len: int) -> RunnerInfo:
+    """Return the facts about an encoder-decoder with those about its sources."""
+    return replace(
+        info,
+        input_kinds=(InputKind.SOURCE,),
+        num_tower_stages=loaded.model.num_encoder_stages,
+        max_source_len=max_source_len,
     )

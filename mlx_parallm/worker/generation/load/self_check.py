@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.device.faults import MODEL_ERRORS
+from mlx_parallm.worker.generation.load.checked_sources import CheckedSources, given
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.step_rows import token_array
 
@@ -50,10 +51,15 @@ class CheckedText:
     units: mx.array
 
 
-def stock_texts(model: Any, vocab_size: int, window: int | None) -> list[CheckedText]:
+def stock_texts(
+    model: Any, vocab_size: int, window: int | None, sources: CheckedSources | None = None
+) -> list[CheckedText]:
     """Return ``random_texts`` with the stock model's results: a prompt each, then decode steps."""
     texts = random_texts(vocab_size, window)
-    return [stock_text(model, text, make_prompt_cache(model)) for text in texts]
+    caches = [make_prompt_cache(model) for _ in texts]
+    if sources is not None:
+        sources.set_in(caches)
+    return [stock_text(model, text, own) for text, own in zip(texts, caches, strict=True)]
 
 
 def random_texts(vocab_size: int, window: int | None) -> list[list[int]]:
@@ -68,18 +74,28 @@ def random_texts(vocab_size: int, window: int | None) -> list[list[int]]:
     ]
 
 
-def rehearse(path: ForwardPath, texts: Sequence[list[int]], block_size: int) -> None:
+def rehearse(
+    path: ForwardPath,
+    texts: Sequence[list[int]],
+    block_size: int,
+    sources: CheckedSources | None = None,
+) -> None:
     """Run the steps of the check without comparing the results.
 
     A compiled path learns from the first decode steps what the layers need of a plan. After a
     rehearsal it computes exactly as a path that was checked.
     """
-    for sequences in steps_of(texts, block_size):
+    for sequences in given(sources, path, steps_of(texts, block_size)):
         logits = path.logits(sequences, token_array(sequences), _last_rows(sequences))
         mx.eval(logits, path.arrays())
 
 
-def largest_difference(path: ForwardPath, texts: Sequence[CheckedText], block_size: int) -> float:
+def largest_difference(
+    path: ForwardPath,
+    texts: Sequence[CheckedText],
+    block_size: int,
+    sources: CheckedSources | None = None,
+) -> float:
     """Return the largest absolute difference of log-probabilities from the stock model's, in units.
 
     Sequences join at different steps, and prompts are prefilled in chunks beside decode rows. A
@@ -89,7 +105,7 @@ def largest_difference(path: ForwardPath, texts: Sequence[CheckedText], block_si
     def logits(sequences: Sequence[ScheduledSequence], rows: list[int]) -> mx.array:
         return path.logits(sequences, token_array(sequences), rows)
 
-    steps = steps_of([text.token_ids for text in texts], block_size)
+    steps = given(sources, path, steps_of([text.token_ids for text in texts], block_size))
     return largest_difference_of(steps, texts, logits, path.arrays)
 
 
@@ -130,14 +146,18 @@ def largest_difference_of(
 
 
 def check_path(
-    path: ForwardPath, texts: Sequence[CheckedText], block_size: int, dtype: str
+    path: ForwardPath,
+    texts: Sequence[CheckedText],
+    block_size: int,
+    dtype: str,
+    sources: CheckedSources | None = None,
 ) -> tuple[float | None, str | None, bool]:
     """Return the path's difference, or the error that it raised, and True if it agrees.
 
     A path agrees with the stock model if the difference is within the tolerance of ``dtype``.
     """
     try:
-        worst = largest_difference(path, texts, block_size)
+        worst = largest_difference(path, texts, block_size, sources)
     except MODEL_ERRORS as reason:
         return None, f"{type(reason).__name__}: {reason}", False
     return worst, None, agrees_with(worst, dtype)

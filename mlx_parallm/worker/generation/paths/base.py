@@ -25,9 +25,13 @@ def adapter_slots(sequences: Sequence[ScheduledSequence]) -> np.ndarray | None:
 
 
 def is_decode(sequences: Sequence[ScheduledSequence], rows: Sequence[int]) -> bool:
-    """True if every sequence decodes one token, which is no input's row, and needs its logits."""
+    """True if every sequence decodes one token, which is no input's row, and needs its logits.
+
+    Decoder prompts of one token are as usual for sources as others are not.
+    """
     return len(rows) == len(sequences) and all(
-        len(row.token_ids) == 1 and row.start > 0 and not row.inputs for row in sequences
+        len(row.token_ids) == 1 and (row.start > 0 or row.source) and not row.inputs
+        for row in sequences
     )
 
 

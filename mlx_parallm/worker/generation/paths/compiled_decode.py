@@ -17,6 +17,7 @@ from mlx_parallm.types.shape_buckets import padded_blocks, padded_rows
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import CompilableAttention, LayerPool
 from mlx_parallm.worker.generation.paged_cache import PackedStep, positions_of
+from mlx_parallm.worker.generation.source_rows import SourceRows
 from mlx_parallm.worker.generation.state_store import States, StateStore
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.rows import NO_ADAPTER, AdapterRows
@@ -37,6 +38,7 @@ class CompiledDecode:
         backend: CompilableAttention,
         adapters: AdapterContext,
         states: StateStore,
+        sources: SourceRows | None = None,
     ) -> None:
         """Prepare to compile a forward.
 
@@ -47,14 +49,17 @@ class CompiledDecode:
             backend: the attention backend.
             adapters: the adapters of the rows.
             states: the states of all sequences.
+            sources: plans the cross-attention of rows; None for a model without an encoder.
         """
         self._forward = forward
         self._adapters = adapters
         self._pools = pools
         self._backend = backend
         self._states = states
+        self._sources = sources
         self._gathered: int | None = None
         self._kinds: Any = None
+        self._source_kinds: Any = None
         self.forget()
 
     def forget(self) -> None:
@@ -65,15 +70,22 @@ class CompiledDecode:
     @property
     def is_ready(self) -> bool:
         """True after ``learn``."""
-        return self._kinds is not None
+        knows_sources = self._sources is None or self._source_kinds is not None
+        return self._kinds is not None and knows_sources
 
-    def learn(self, plan: Any, gathered: int | None = None) -> None:
+    def learn(self, plan: Any, gathered: int | None = None, *, source_plan: Any = None) -> None:
         """Note what the layers asked of the plan of a step of decode rows.
 
-        ``gathered`` is the block size if layers gather keys by ``PackedStep.tables``, else None.
-        With it, each bucket of table lengths has a trace of its own.
+        Args:
+            plan: the step's.
+            gathered: the block size if layers gather keys by ``PackedStep.tables``, else None. With
+                it, each bucket of table lengths has a trace of its own.
+            source_plan: the plan of the step's cross-attention; None without sources.
         """
         self._kinds = self._backend.decode_kinds(plan)
+        self._source_kinds = (
+            None if source_plan is None else self._backend.decode_kinds(source_plan)
+        )
         self._gathered = gathered
 
     def logits(
@@ -116,10 +128,14 @@ class CompiledDecode:
             rotary[:count] = positions_of(sequences)
         if num_rows > count:
             token_ids = mx.concatenate([token_ids, mx.zeros(num_rows - count, mx.int32)])
+        plans = [self._backend.decode_arrays(sequences, positions, self._kinds)]
+        if self._sources is not None:
+            arrays = self._sources.decode_arrays(sequences, num_rows, self._source_kinds)
+            plans += [] if arrays is None else [arrays]
         inputs = (
             token_ids,
             mx.array(rotary),
-            self._backend.decode_arrays(sequences, positions, self._kinds),
+            plans,
             self._chains(),
             states,
             self._table_width(sequences),
@@ -138,7 +154,7 @@ class CompiledDecode:
         self,
         token_ids: mx.array,
         positions: mx.array,
-        arrays: list[mx.array],
+        plans: list[list[mx.array]],
         chains: list[list[mx.array]],
         states: States,
         width: int,
@@ -156,7 +172,7 @@ class CompiledDecode:
         self._adapters.set_arrays(stacks)
         try:
             with self._adapters.during(AdapterRows(slots)):
-                return self._run(token_ids, positions, arrays, chains, states, width)
+                return self._run(token_ids, positions, plans, chains, states, width)
         finally:
             self._adapters.set_arrays(before)
 
@@ -164,18 +180,24 @@ class CompiledDecode:
         self,
         token_ids: mx.array,
         positions: mx.array,
-        arrays: list[mx.array],
+        plans: list[list[mx.array]],
         chains: list[list[mx.array]],
         states: States,
         width: int,
     ) -> tuple[mx.array, list[list[mx.array]], States]:
-        """Run the traced forward; return logits, chains and states. The pools are restored."""
+        """Run the traced forward; return logits, chains and states. The pools are restored.
+
+        ``plans`` are the arrays of the step's plan, then those of its cross-attention, if any.
+        """
         before = self._chains()
         self._set_chains(chains)
         try:
-            plan = self._backend.decode_plan(arrays, self._kinds)
+            plan = self._backend.decode_plan(plans[0], self._kinds)
+            source_plan = None
+            if len(plans) > 1:
+                source_plan = self._backend.decode_plan(plans[1], self._source_kinds)
             tables = self._backend.decode_tables(plan)[:, :width] if width else None
-            step = PackedStep(self._backend, plan, positions, tables)
+            step = PackedStep(self._backend, plan, positions, tables, source_plan=source_plan)
             # The forward replaces entries, and the caller's lists must stay as they are.
             states = [list(entries) for entries in states]
             logits = self._forward(token_ids, step, states)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,9 @@ import mlx.core as mx
 import numpy as np
 from typing_extensions import override
 
+from mlx_parallm.models.seq2seq.interface import is_encoder_decoder
 from mlx_parallm.types.shape_buckets import padded_tokens
-from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.types.step import ScheduledSequence, SourceTable
 from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttention
 from mlx_parallm.worker.attention.dense import TwoWayRows
 from mlx_parallm.worker.generation.cache_layout import CacheLayout, KVLayout
@@ -20,6 +21,7 @@ from mlx_parallm.worker.generation.paths.base import PooledPath, adapter_slots, 
 from mlx_parallm.worker.generation.paths.compiled_decode import CompiledDecode
 from mlx_parallm.worker.generation.row_selection import RowSelector
 from mlx_parallm.worker.generation.seam import ModelSeams
+from mlx_parallm.worker.generation.source_rows import SourceRows
 from mlx_parallm.worker.generation.state_store import States, StateStore
 from mlx_parallm.worker.lora.rows import AdapterRows
 
@@ -59,12 +61,13 @@ class PackedPath(PooledPath):
         self._seams = ModelSeams(model)
         #: Rows of the next step that see later ones.
         self.two_way = TwoWayRows()
+        self._sources = SourceRows(backend) if is_encoder_decoder(model) else None
         self._padding: CompilableAttention | None = None
         if isinstance(backend, CompilableAttention) and backend.pads_rows:
             self._padding = backend
         if compiles and isinstance(backend, CompilableAttention):
             self._compiled = CompiledDecode(
-                self._traced, pools.layers, backend, self.adapters, self._states
+                self._traced, pools.layers, backend, self.adapters, self._states, self._sources
             )
 
     @property
@@ -84,16 +87,31 @@ class PackedPath(PooledPath):
         head_rows = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
         num_rows = token_ids.size if decodes else padded_tokens(token_ids.size)
         if self._padding is not None and num_rows > token_ids.size:
-            step = PackedStep.padded(self._padding, sequences, num_rows, self.two_way)
+            source_plan = self._source_plan(sequences, num_rows)
+            step = PackedStep.padded(self._padding, sequences, num_rows, self.two_way, source_plan)
             token_ids, slots = _padded(token_ids, slots, num_rows)
         else:
-            step = PackedStep.of(self._backend, sequences, self.two_way)
+            source_plan = self._source_plan(sequences)
+            step = PackedStep.of(self._backend, sequences, self.two_way, source_plan)
         adapters = None if slots is None else AdapterRows.of_step(slots)
         with self.adapters.during(adapters, head_rows):
             logits = self._selector.run(partial(self._forward, token_ids, step), head_rows)
         if compiled is not None:
-            compiled.learn(step.plan)
+            compiled.learn(step.plan, source_plan=source_plan)
         return logits
+
+    def _source_plan(
+        self, sequences: Sequence[ScheduledSequence], num_rows: int | None = None
+    ) -> Any:
+        """Return the plan of the rows' cross-attention; None without sources."""
+        return None if self._sources is None else self._sources.plan(sequences, num_rows)
+
+    def write_sources(
+        self, sources: Sequence[SourceTable], layers: Iterable[tuple[mx.array, mx.array]]
+    ) -> None:
+        """Write the cross-attention KV of an encoder-decoder, see ``SourceRows.write``."""
+        assert self._sources is not None, "the model has no encoder"
+        self._sources.write(self._pools.layers, sources, layers)
 
     def _traced(self, token_ids: mx.array, step: PackedStep, states: States) -> mx.array:
         del states

@@ -106,6 +106,10 @@ FROM_NOTHING: dict[str, tuple[set[str], set[str]]] = {
         TOKENS,
         {"adapter_slot", "version", "source", "inputs", "rope_offsets"} | OF_CHOICE,
     ),
+    "worker/generation/source_rows.py": (
+        TOKENS,
+        {"adapter_slot", "version", "source", "inputs", "rope_offsets"} | OF_CHOICE,
+    ),
     "worker/generation/load/image_check.py": (
         # ``with_rows`` adds inputs and offsets.
         TOKENS,

@@ -1,0 +1,222 @@
+"""Computes sources of an encoder-decoder: their cross-attention KV, in blocks of the pools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import compress
+from weakref import WeakSet
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.adapters.arrays import to_mlx
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.models.seq2seq.interface import EncoderDecoder, EncoderStages, SourceKV
+from mlx_parallm.types.model_input import TOKEN_IDS, SourcePlace
+from mlx_parallm.types.step import SourceTable
+from mlx_parallm.worker.generation.paths.packed import PackedPath
+from mlx_parallm.worker.lora.adapter_store import AdapterStore
+from mlx_parallm.worker.lora.rows import AdapterRows
+from mlx_parallm.worker.ops import Pending
+
+Tensors = Mapping[str, HostTensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOrder:
+    """The order of runs among the steps of a model.
+
+    Attributes:
+        recovering: returns a context that drops what a failed stage left.
+        before_writes: waits for the step in flight if it may read these blocks, which are written
+            next.
+        compute: computes arrays, or begins to if steps run ahead.
+    """
+
+    recovering: Callable[[], AbstractContextManager[None]]
+    before_writes: Callable[[Iterable[int]], None]
+    compute: Callable[..., None]
+
+
+class SourceEncoder:
+    """Encodes the sources of one model and writes their cross-attention KV.
+
+    Sources of a run are packed rows: those of all its sources one after the other, each with its
+    own adapter.
+    """
+
+    def __init__(
+        self,
+        model: EncoderDecoder,
+        path: PackedPath,
+        adapters: AdapterStore,
+        order: StepOrder,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            model: the model.
+            path: runs its decoder over the pools.
+            adapters: those that runs may name.
+            order: of the runs among the steps.
+        """
+        self._model = model
+        self._path = path
+        self._adapters = adapters
+        self._order = order
+        # The set is weak: a run that is abandoned is freed with the last reference to it.
+        self._runs: WeakSet[SourceRun] = WeakSet()
+
+    def begin(
+        self, slots: Sequence[int], places: Sequence[SourcePlace], sources: Sequence[Tensors]
+    ) -> Pending[None]:
+        """Begin to compute sources together.
+
+        Args:
+            slots: by which ``drop`` calls them.
+            places: where their KV goes.
+            sources: their arrays.
+        """
+        assert places, "sources have places"
+        self.drop(slots)
+        arrays = [{name: to_mlx(tensor) for name, tensor in each.items()} for each in sources]
+        stages = self._model.encode(arrays)
+        lengths = _lengths_of(arrays)
+        run = SourceRun(self, dict(zip(slots, places, strict=True)), stages, lengths)
+        self._runs.add(run)
+        return run
+
+    @property
+    def num_stages(self) -> int:
+        """The stages of a run."""
+        return self._model.num_encoder_stages
+
+    def drop(self, slots: Collection[int]) -> None:
+        """Let runs in progress write nothing for some slots: their blocks may have other owners."""
+        for run in list(self._runs):
+            run.drop(slots)
+
+    def clear(self) -> None:
+        """Let runs in progress write nothing."""
+        for run in list(self._runs):
+            run.drop(run.slots)
+
+    def compute(
+        self, stages: EncoderStages, places: Iterable[SourcePlace], rows: AdapterRows | None
+    ) -> list[SourceKV] | None:
+        """Compute the next of some stages; return the cross-attention KV, lazily, after the last.
+
+        Args:
+            stages: of sources in these places.
+            places: whose adapters are put into their slots, if they are not there.
+            rows: the adapters of the sources' rows.
+        """
+        adapters = {place.adapter_slot: place.adapter for place in places}
+        with self._order.recovering():
+            self._adapters.place({slot: name for slot, name in adapters.items() if name})
+            with self._path.adapters.during(rows):
+                try:
+                    stage = next(stages)
+                except StopIteration as end:
+                    return end.value
+            self._order.compute(stage)
+            return None
+
+    def write(self, sources: Sequence[SourceTable], layers: Iterable[SourceKV]) -> None:
+        """Write cross-attention KV of sources into their blocks."""
+        with self._order.recovering():
+            self._order.before_writes(block for each in sources for block in each.block_table)
+            self._path.write_sources(sources, layers)
+            self._order.compute(*self._path.arrays())
+
+
+class SourceRun:
+    """Sources that are being computed. Implements ``Pending``.
+
+    Attributes:
+        num_stages: stages that are left.
+    """
+
+    def __init__(
+        self,
+        encoder: SourceEncoder,
+        places: Mapping[int, SourcePlace],
+        stages: EncoderStages,
+        lengths: Sequence[int] | None,
+    ) -> None:
+        """Compute ``stages`` of sources that go to ``places``, by their slots.
+
+        ``lengths`` are their numbers of positions; None if all are equal, and not known yet.
+        """
+        self.num_stages = encoder.num_stages
+        self._encoder = encoder
+        self._places = places
+        self._dropped: set[int] = set()
+        self._stages: EncoderStages | None = stages
+        self._lengths = lengths
+        slots = np.array([place.adapter_slot for place in places.values()], dtype=np.int32)
+        self._rows = AdapterRows.of_batch(slots if lengths is None else slots.repeat(lengths))
+
+    @property
+    def slots(self) -> Collection[int]:
+        """The slots of its sources."""
+        return self._places.keys()
+
+    def advance(self) -> None:
+        """See ``Pending``."""
+        assert self.num_stages > 1, "the last stage is computed by wait"
+        layers = self._compute()
+        assert layers is None, "the encoder has fewer stages than it says"
+
+    def wait(self) -> None:
+        """Compute what is left; nothing waits for the device if steps run ahead."""
+        while self.num_stages > 1:
+            self.advance()
+        if self._stages is None:
+            return
+        layers = self._compute()
+        assert layers is not None, "the encoder has more stages than it says"
+        self._stages = None
+        self._write(layers)
+
+    def _compute(self) -> list[SourceKV] | None:
+        self.num_stages -= 1
+        if self._stages is None:
+            return None
+        stages, self._stages = self._stages, None
+        # If the stage fails, nothing of the run is kept.
+        layers = self._encoder.compute(stages, self._places.values(), self._rows)
+        self._stages = stages
+        return layers
+
+    def _write(self, layers: list[SourceKV]) -> None:
+        lengths = self._lengths
+        if lengths is None:
+            count = len(self._places)
+            lengths = [layers[0][0].shape[0] // count] * count
+        sources = [
+            SourceTable(block_table=place.block_table, num_tokens=length)
+            for place, length in zip(self._places.values(), lengths, strict=True)
+        ]
+        # No reference is kept to what is written, so that a layer is freed before the next one.
+        written = (layers.pop(0) for _ in range(len(layers)))
+        if self._dropped:
+            is_kept = [slot not in self._dropped for slot in self._places]
+            sources = list(compress(sources, is_kept))
+            rows = mx.array(np.flatnonzero(np.repeat(is_kept, lengths)).astype(np.int32))
+            written = ((keys[rows], values[rows]) for keys, values in written)
+        self._encoder.write(sources, written)
+
+    def drop(self, slots: Collection[int]) -> None:
+        """Write nothing for these slots; a run of which nothing is left computes nothing more."""
+        self._dropped.update(slots)
+        if self._dropped >= self._places.keys():
+            self._stages = None
+
+
+def _lengths_of(sources: Sequence[Mapping[str, mx.array]]) -> list[int] | None:
+    """Return the lengths of texts; None for other sources, all of one length in a run."""
+    ids = [source.get(TOKEN_IDS) for source in sources]
+    return [each.size for each in ids if each is not None] or None

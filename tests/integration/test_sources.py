@@ -1,0 +1,92 @@
+"""Encoder-decoders through the runner: a batch gives each request what it gets alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.types.model_input import source_of
+from mlx_parallm.worker.attention.reference import ReferenceAttention
+from tests.compiled_attention import AheadAttention, CompiledAttention
+from tests.source_batches import (
+    BLOCK_SIZE,
+    Batch,
+    Request,
+    adapter_of,
+    alone,
+    assert_same,
+    merged,
+    new_runner,
+    random_text,
+    same,
+    tiny_t5,
+)
+
+
+def requests_of(seed: int, count: int = 12) -> list[Request]:
+    rng = random.Random(seed)
+    lengths = [1, 600, 33, 4, 17, 150, 2, 64, 9, 301, 5, 40][:count]
+    rng.shuffle(lengths)
+    return [
+        Request(source_of(random_text(rng, length)), random_text(rng, rng.choice([1, 1, 2, 7, 40])))
+        for length in lengths
+    ]
+
+
+@pytest.mark.parametrize("attention", [ReferenceAttention, AheadAttention, CompiledAttention])
+@pytest.mark.parametrize("seed", [1])
+def test_a_batch_gives_each_request_what_it_gets_alone(seed: int, attention: Any) -> None:
+    loaded = tiny_t5()
+    requests = requests_of(seed)
+    expected = [alone(loaded, request) for request in requests]
+    assert len({token for answer in expected for token, _ in answer}) > 12
+    assert_same(Batch(new_runner(loaded, attention(BLOCK_SIZE)), seed=seed).run(requests), expected)
+
+
+def t5_adapter(seed: int, *, half: str) -> AdapterWeights:
+    """Return an adapter of the encoder, of what projects its output, or of the decoder."""
+    width = (32, 32)
+    paths = {
+        "encoder": {
+            "encoder.block.0.layer.0.SelfAttention.q": width,
+            "encoder.block.1.layer.1.DenseReluDense.wo": (32, 48),
+        },
+        "cross": {
+            "decoder.block.0.layer.1.EncDecAttention.k": width,
+            "decoder.block.2.layer.1.EncDecAttention.v": width,
+        },
+        "decoder": {
+            "decoder.block.1.layer.0.SelfAttention.k": width,
+            "decoder.block.1.layer.1.EncDecAttention.q": width,
+        },
+    }
+    return adapter_of(paths[half], seed)
+
+
+@pytest.mark.parametrize("attention", [ReferenceAttention, CompiledAttention])
+def test_each_source_and_its_rows_have_the_adapter_of_the_request(attention: Any) -> None:
+    plain = tiny_t5()
+    halves = {
+        slot: t5_adapter(slot, half=half)
+        for slot, half in enumerate(("encoder", "cross", "decoder"), 1)
+    }
+    requests, expected = [], []
+    for number, request in enumerate(requests_of(5)):
+        slot = number % 4
+        adapter = halves.get(slot)
+        loaded = tiny_t5()
+        if adapter is not None:
+            merged(loaded, adapter)
+        own = replace(request, adapter_slot=slot, adapter=adapter and adapter.digest)
+        requests.append(own)
+        expected.append(alone(loaded, own))
+        if adapter is not None:
+            assert not same(expected[-1], alone(plain, own), atol=1e-2)
+    runner = new_runner(plain, attention(BLOCK_SIZE))
+    for adapter in halves.values():
+        runner.adapters.add(adapter.digest, adapter)
+    assert_same(Batch(runner, seed=3).run(requests), expected)
