@@ -11,6 +11,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_object
 
 UNSUPPORTED = "Structured output is not supported by this model's tokenizer"
 
@@ -63,7 +64,8 @@ class GrammarVocabulary:
         if self._json is None or not self._eos_ids:
             raise InvalidRequestError(f"{UNSUPPORTED}.")
         try:
-            return LLTokenizer(self._json, n_vocab=self.num_tokens, eos_token=self._eos_ids)
+            text = _with_known_decoder(self._json)
+            return LLTokenizer(text, n_vocab=self.num_tokens, eos_token=self._eos_ids)
         except ValueError as error:
             raise InvalidRequestError(f"{UNSUPPORTED}: {error}") from error
 
@@ -103,3 +105,18 @@ class GrammarVocabulary:
     def tokens_of(self, text: bytes) -> list[int]:
         """Return tokens that make up these bytes."""
         return self.tokenizer.tokenize_bytes(text)
+
+
+def _with_known_decoder(tokenizer_json: str) -> str:
+    """Return a tokenizer's text, its Metaspace decoder written as the parts that it consists of.
+
+    llguidance does not know that decoder, which T5 and its kin have.
+    """
+    values = json.loads(tokenizer_json)
+    decoder = values.get("decoder")
+    if not is_object(decoder) or decoder["type"] != "Metaspace":
+        return tokenizer_json
+    space = {"type": "Replace", "pattern": {"String": decoder["replacement"]}, "content": " "}
+    start = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    parts: list[Any] = [space, {"type": "ByteFallback"}, {"type": "Fuse"}, start]
+    return json.dumps({**values, "decoder": {"type": "Sequence", "decoders": parts}})

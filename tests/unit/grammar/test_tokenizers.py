@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
+from tests.task_tokenizers import unigram
 
 SCHEMA = {
     "type": "object",
@@ -69,3 +70,16 @@ def test_random_answers_are_valid() -> None:
         assert list(value) == ["name", "é"]
         assert len(value["name"]) <= 6
         assert value["é"] in ("é", "日本", "a b")
+
+
+def test_answers_of_a_tokenizer_whose_decoder_llguidance_does_not_know() -> None:
+    tokenizer, _ = unigram()
+    size = tokenizer.get_vocab_size()
+    vocabulary = GrammarVocabulary(tokenizer.to_str(), frozenset([END]), size, size)
+    compiler = GrammarCompiler(vocabulary)
+    matcher = compiler.matcher(compiler.compile(specs.choice(["the cat", "a dog"])))
+    for token in ("t", "h", "e", "\u2581cat"):
+        token_id = tokenizer.token_to_id(token)
+        assert token_id is not None
+        assert matcher.consume_token(token_id)
+    assert matcher.is_accepting()
