@@ -9,7 +9,9 @@ mlx_lm has no public name for the tokenizer that it wraps.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from mlx_parallm.tokenizer.jinja_chat import JinjaChat, PlainTokenizer, processor_template
 from mlx_parallm.tokenizer.loaded import HubTokenizer, LoadedTokenizer
+from mlx_parallm.tokenizer.seq2seq.convert import piece_sides
+from mlx_parallm.tokenizer.seq2seq.pieces import PieceTokenizer
 
 
 def load_with_mlx_lm(
@@ -30,9 +34,12 @@ def load_with_mlx_lm(
     trust_remote_code: bool = False,
 ) -> LoadedTokenizer:
     """Return the tokenizer of a folder, with a template in place of its own if one is passed."""
-    wrapper: Any = tokenizer_utils.load(
-        folder, {"trust_remote_code": trust_remote_code}, eos_token_ids=eos_ids
-    )
+    with warnings.catch_warnings():
+        # Marian's class wants a package that it does not use to encode.
+        warnings.filterwarnings("ignore", message="Recommended: pip install sacremoses")
+        wrapper: Any = tokenizer_utils.load(
+            folder, {"trust_remote_code": trust_remote_code}, eos_token_ids=eos_ids
+        )
     hub = wrapper._tokenizer
     if chat_template is not None:
         hub.chat_template = chat_template
@@ -40,6 +47,11 @@ def load_with_mlx_lm(
     elif not wrapper.has_chat_template:
         hub.chat_template = processor_template(folder)
     _forget_truncation(hub)
+    eos = frozenset[int](wrapper.eos_token_ids)
+    sides = piece_sides(hub, JinjaChat(hub.chat_template, hub.special_tokens_map))
+    if sides is not None:
+        source = None if sides.source is None else _of_pieces(sides.source, eos)
+        return replace(_of_pieces(sides.target, eos), source=source)
     plain = None
     if wrapper._chat_template is None:
         # mlx_lm passes templates whether the model thinks.
@@ -51,7 +63,19 @@ def load_with_mlx_lm(
         decoder=_decoder(hub),
         is_shared=wrapper._chat_template is None and renders_as_usual(hub),
         has_chat_template=wrapper.has_chat_template or hub.chat_template is not None,
-        eos_ids=frozenset(wrapper.eos_token_ids),
+        eos_ids=eos,
+    )
+
+
+def _of_pieces(tokenizer: PieceTokenizer, eos_ids: frozenset[int]) -> LoadedTokenizer:
+    return LoadedTokenizer(
+        renderer=tokenizer,
+        hub=tokenizer,
+        encoder=None,
+        decoder=tokenizer.backend_tokenizer,
+        is_shared=True,
+        has_chat_template=tokenizer.chat_template is not None,
+        eos_ids=eos_ids,
     )
 
 

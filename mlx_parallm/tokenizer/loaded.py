@@ -84,6 +84,7 @@ class LoadedTokenizer:
         is_shared: True if several threads may render chats at once.
         has_chat_template: True if it could render conversations when it was loaded.
         eos_ids: tokens that end generation.
+        source: the tokenizer of what an encoder-decoder reads, if it is not that of what it writes.
     """
 
     renderer: TextRenderer
@@ -93,3 +94,4 @@ class LoadedTokenizer:
     is_shared: bool
     has_chat_template: bool
     eos_ids: frozenset[int]
+    source: LoadedTokenizer | None = None

@@ -54,11 +54,17 @@ class ParallmTokenizer:
         self._is_shared = loaded.is_shared
         needs_lanes = not loaded.is_shared or self._released is None
         self._lanes = Lanes(loaded.renderer) if needs_lanes else None
+        self._source = None if loaded.source is None else ParallmTokenizer(loaded.source)
         self._limit = ANY_LENGTH
         self._write_calls: WriteCalls | None = None
         # mlx_lm's own flag does not include a template set after loading.
         has_template = loaded.hub.chat_template is not None
         self._has_chat_template = loaded.has_chat_template or has_template
+
+    @property
+    def source_side(self) -> ParallmTokenizer:
+        """The tokenizer of an encoder-decoder's sources; itself if both sides have one."""
+        return self._source or self
 
     @property
     def vocab_size(self) -> int:

@@ -28,6 +28,8 @@ _CODES = {
     "NllbTokenizer": (re.compile(r"([a-z]{3}_[A-Z][a-z]{3})"), "eng_Latn"),
     "M2M100Tokenizer": (re.compile(r"__([a-z]{2,3})__"), "en"),
 }
+# _MARIAN: a token of Marian's that names the target's language.
+_MARIAN = re.compile(r">>(.+)<<")
 # _MADLAD: a token of MADLAD-400 that names the target's language; others name tasks.
 _MADLAD = re.compile(r"<2([a-z]{2,3}(?:_[A-Za-z]{2,4})?)>")
 _PAIR = re.compile(r"translation_(\w+)_to_(\w+)")
@@ -48,7 +50,7 @@ def load_seq2seq(folder: Path, tokenizer: ParallmTokenizer) -> Seq2SeqTokenizer 
         return None
     settings = Fields.read(folder / "tokenizer_config.json") or Fields(folder, {})
     languages = _languages(settings, rules, tokenizer)
-    return Seq2SeqTokenizer(tokenizer, tokenizer, rules, languages)
+    return Seq2SeqTokenizer(tokenizer, rules, languages)
 
 
 def tokenizer_class(settings: Fields, model_type: str) -> str:
@@ -61,15 +63,24 @@ def _languages(settings: Fields, rules: Seq2SeqRules, tokenizer: ParallmTokenize
     name = tokenizer_class(settings, rules.model_type)
     if name in _CODES:
         return _language_tokens(name, settings, tokenizer)
-    targets = _matches(_MADLAD, tokenizer.vocabulary())
+    is_marian = name == "MarianTokenizer"
+    code = _MARIAN if is_marian else _MADLAD
+    targets = _matches(code, tokenizer.source_side.vocabulary())
     if targets:
         return TargetTexts({language: f"{token} " for language, token in targets.items()})
+    if is_marian:
+        return _one_pair(settings.text("source_lang"), settings.text("target_lang"))
     pairs = {
         (match[1], match[2]): defaults.prefix
         for task, defaults in rules.tasks.items()
         if (match := _PAIR.fullmatch(task))
     }
     return PairTexts(pairs) if pairs else NoLanguages()
+
+
+def _one_pair(source: str | None, target: str | None) -> Languages:
+    """Return the pair that a model translates, if its files name it."""
+    return PairTexts({(source, target): ""}) if source and target else NoLanguages()
 
 
 def _language_tokens(name: str, settings: Fields, tokenizer: ParallmTokenizer) -> LanguageTokens:
@@ -81,6 +92,8 @@ def _language_tokens(name: str, settings: Fields, tokenizer: ParallmTokenizer) -
     vocabulary = tokenizer.vocabulary()
     tokens = _matches(code, tokenizer.special_tokens)
     ids = {language: vocabulary[token] for language, token in tokens.items()}
+    if not ids:
+        raise ModelLoadError(f"The tokenizer ({name}) has no tokens of languages.")
     source = settings.text("src_lang") or usual
     return LanguageTokens(
         ids=ids,

@@ -19,21 +19,20 @@ class Seq2SeqTokenizer:
     """Sources and decoder prompts of an encoder-decoder. Its methods are safe from any thread.
 
     Args:
-        source: encodes sources.
-        target: encodes and decodes the decoder's texts; it is the model's tokenizer.
+        tokenizer: the model's, whose texts are the decoder's, and whose ``source_side`` has those
+            of sources.
         rules: how the decoder's output begins and ends.
         languages: the languages that requests may name.
     """
 
     def __init__(
         self,
-        source: ParallmTokenizer,
-        target: ParallmTokenizer,
+        tokenizer: ParallmTokenizer,
         rules: Seq2SeqRules,
         languages: Languages,
     ) -> None:
-        self._source = source
-        self._target = target
+        self.source = source = tokenizer.source_side
+        self.target = tokenizer
         self.rules = rules
         self._languages = languages
         self._begin, self._end = specials_around(
@@ -72,12 +71,12 @@ class Seq2SeqTokenizer:
         marks = self._languages.marks(src_lang, tgt_lang)
         text = (marks.text or self._prefix(task)) + text
         if not add_special_tokens:
-            ids = self._source.encode(text, add_special_tokens=False, limit=limit)
+            ids = self.source.encode(text, add_special_tokens=False, limit=limit)
             return _cut(ids, limit, (), ())
         if marks.end is None:
-            ids = self._source.encode(text, limit=limit)
+            ids = self.source.encode(text, limit=limit)
             return _cut(ids, limit, self._begin, self._end)
-        ids = self._source.encode(text, add_special_tokens=False, limit=limit)
+        ids = self.source.encode(text, add_special_tokens=False, limit=limit)
         ids = [*marks.begin, *ids, *marks.end]
         limit.check(len(ids))
         return _cut(ids, limit, marks.begin, marks.end)
@@ -97,7 +96,7 @@ class Seq2SeqTokenizer:
         Raises:
             ContextLengthError: it is longer than ``limit`` allows.
         """
-        return self._target.encode(text, add_special_tokens=False, limit=limit)
+        return self.target.encode(text, add_special_tokens=False, limit=limit)
 
     def decoder_prompt(
         self, *, src_lang: str | None = None, tgt_lang: str | None = None

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.tokenizer.seq2seq.loading import load_seq2seq
 from mlx_parallm.tokenizer.seq2seq.tokenizer import Seq2SeqTokenizer
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.types.token_limit import TokenLimit
-from tests.builders.seq2seq_folders import TEXTS, write_t5
+from tests.builders.seq2seq_folders import TEXTS, transformers_tokenizer, write_t5
 
 TASKS = {
     "summarization": {"prefix": "summarize: ", "num_beams": 4},
@@ -37,7 +36,7 @@ def ours(folder: Path) -> Seq2SeqTokenizer:
 
 @pytest.fixture(scope="module")
 def theirs(folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(folder)
+    return transformers_tokenizer(folder)
 
 
 @pytest.mark.parametrize("text", TEXTS)
