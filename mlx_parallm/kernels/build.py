@@ -28,7 +28,7 @@ TYPES: Mapping[mx.Dtype, str] = MappingProxyType(
 )
 # SWITCHES: constants that are macros, because they choose lines of the texts.
 SWITCHES = (
-    *("BITS", "SPLIT", "SINKS", "SOFT_CAP", "WINDOW", "OUTPUTS", "EXPERTS"),
+    *("BITS", "SPLIT", "SINKS", "BIAS", "SOFT_CAP", "WINDOW", "OUTPUTS", "EXPERTS"),
     *("FROM_POOL", "TO_POOL"),
 )
 

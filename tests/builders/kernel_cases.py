@@ -142,15 +142,20 @@ class Trial:
         step = [(i, start, count) for i, (start, count) in enumerate(self.case.sequences)]
         return self.attend(backend, pool, self._write(backend, pool, step))
 
-    def attend(self, backend: AttentionBackend, pool: LayerPool, plan: Any) -> mx.array:
-        """Return the step's attention, ``[T, H, 1, V]``, of a pool that has its keys and values."""
+    def attend(
+        self, backend: AttentionBackend, pool: LayerPool, plan: Any, rows: int | None = None
+    ) -> mx.array:
+        """Return the step's attention, ``[T, H, 1, V]``, of a pool that has its keys and values.
+
+        ``rows`` are those of the plan; None for the step's.
+        """
         options: dict[str, Any] = {"soft_cap": self.case.soft_cap} if self.case.soft_cap else {}
         if self.bias is not None:
             options["distance_bias"] = self.bias
         return backend.attend(
             pool,
             plan,
-            _array(self.queries, self.case.dtype),
+            _array(self.queries[:rows], self.case.dtype),
             scale=self.case.scale,
             window=self.case.window,
             sinks=None if self.sinks is None else mx.array(self.sinks).astype(self.case.dtype),
@@ -159,20 +164,49 @@ class Trial:
 
     def error(self, actual: mx.array) -> float:
         """Largest difference from softmax attention in float64, per unit of the largest value."""
-        difference = np.abs(np.array(actual.astype(mx.float32))[:, :, 0] - self.wanted())
-        return float(difference.max() / max(np.abs(self.wanted()).max(), 1))
+        return self._error(actual, self.wanted())
+
+    def scheduled(self, step: Sequence[tuple[int, int, int]]) -> list[ScheduledSequence]:
+        """Sequences of a step: index, position of the first token and number of tokens of each."""
+        return [
+            ScheduledSequence(
+                seq_id=i,
+                slot=i,
+                start=start,
+                token_ids=(1,) * count,
+                block_table=self.tables[i][: -(-(start + count) // self.case.block_size)],
+            )
+            for i, start, count in step
+        ]
+
+    def source_rows(self, rows: Sequence[int]) -> list[ScheduledSequence]:
+        """Rows of cross-attention: each sees all of the sequence with its index."""
+        totals = [start + count for start, count in self.case.sequences]
+        return self.scheduled([(i, totals[i] - 1, 1) for i in rows])
+
+    def source_error(self, actual: mx.array, rows: Sequence[int]) -> float:
+        """Like ``error``, for rows of cross-attention."""
+        wanted = [
+            self._dense(self.queries[row : row + 1], *self._kv(i), len(self.keys[i]) - 1)
+            for row, i in enumerate(rows)
+        ]
+        return self._error(actual, np.concatenate(wanted))
+
+    def _error(self, actual: mx.array, wanted: np.ndarray) -> float:
+        difference = np.abs(np.array(actual.astype(mx.float32))[:, :, 0] - wanted)
+        return float(difference.max() / max(np.abs(wanted).max(), 1))
+
+    def _kv(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of a sequence as the pool returns them."""
+        keys, values, scheme = self.keys[sequence], self.values[sequence], self.case.quantisation
+        return (quantised(keys, scheme), quantised(values, scheme)) if scheme else (keys, values)
 
     def wanted(self) -> np.ndarray:
         """Softmax attention of the step's rows, ``[T, H, V]``."""
         outputs, row = [], 0
-        for (start, count), keys, values in zip(
-            self.case.sequences, self.keys, self.values, strict=True
-        ):
+        for i, (start, count) in enumerate(self.case.sequences):
             queries = self.queries[row : row + count]
-            if self.case.quantisation:
-                keys = quantised(keys, self.case.quantisation)
-                values = quantised(values, self.case.quantisation)
-            outputs.append(self._dense(queries, keys, values, start))
+            outputs.append(self._dense(queries, *self._kv(i), start))
             row += count
         return np.concatenate(outputs)
 
@@ -202,18 +236,7 @@ class Trial:
     def _write(
         self, backend: AttentionBackend, pool: LayerPool, step: Sequence[tuple[int, int, int]]
     ) -> Any:
-        plan = backend.plan(
-            [
-                ScheduledSequence(
-                    seq_id=i,
-                    slot=i,
-                    start=start,
-                    token_ids=(1,) * count,
-                    block_table=self.tables[i][: -(-(start + count) // self.case.block_size)],
-                )
-                for i, start, count in step
-            ]
-        )
+        plan = backend.plan(self.scheduled(step))
         keys = np.concatenate([self.keys[i][start : start + n] for i, start, n in step])
         values = np.concatenate([self.values[i][start : start + n] for i, start, n in step])
         dtype = self.case.dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,16 +10,36 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.backend_choice import attention_report
 from mlx_parallm.worker.attention.base import LayerPool, LayerShape
 from mlx_parallm.worker.attention.check import MAX_ERROR, SHAPE, attention_error, order_error
-from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.attention.reference import ReferenceAttention, ReferencePlan
 
 
 class WindowIgnored(ReferenceAttention):
     def attend(self, pool: LayerPool, plan: Any, queries: mx.array, **options: Any) -> mx.array:
         changed: dict[str, Any] = options | {"window": None}
         return super().attend(pool, plan, queries, **changed)
+
+
+class BiasIgnored(ReferenceAttention):
+    def attend(self, pool: LayerPool, plan: Any, queries: mx.array, **options: Any) -> mx.array:
+        changed: dict[str, Any] = options | {"distance_bias": None}
+        return super().attend(pool, plan, queries, **changed)
+
+
+class SourcesCutShort(ReferenceAttention):
+    """A row of a table that an earlier row has sees one block only."""
+
+    def plan(self, sequences: Sequence[ScheduledSequence]) -> ReferencePlan:
+        tables: set[tuple[int, ...]] = set()
+        cut = []
+        for each in sequences:
+            start = min(each.start, 15) if each.block_table in tables else each.start
+            tables.add(each.block_table)
+            cut.append(replace(each, start=start))
+        return super().plan(cut)
 
 
 class WrittenToTheWrongBlock(ReferenceAttention):
@@ -85,6 +105,16 @@ def test_the_reference_backend_agrees_with_softmax_attention() -> None:
 
 def test_an_ignored_window_shows() -> None:
     assert attention_error(WindowIgnored(16)) > 0.1
+
+
+def test_a_missing_bias_shows() -> None:
+    assert attention_error(ReferenceAttention(16), has_bias=True) < 1e-4
+    assert attention_error(BiasIgnored(16)) < 1e-4
+    assert attention_error(BiasIgnored(16), has_bias=True) > 0.1
+
+
+def test_a_source_that_is_not_seen_whole_shows() -> None:
+    assert attention_error(SourcesCutShort(16)) > 0.1
 
 
 def test_a_wrong_slot_shows() -> None:

@@ -15,7 +15,9 @@ from mlx_parallm.worker.attention.base import LayerShape
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
+from mlx_parallm.worker.attention.reference import ReferenceAttention
 from tests.kernels.shim_language import Shim
+from tests.kernels.test_mutations import BIAS_MISTAKES
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +43,7 @@ def choose(
     dtype: mx.Dtype = mx.bfloat16,
     block_size: int = 16,
     is_bounded: bool = False,
+    has_bias: bool = False,
 ) -> BackendChoice:
     """Let the device seem to run the kernels."""
 
@@ -53,7 +56,8 @@ def choose(
     monkeypatch.setattr(check, "ORDER_ROWS", 1)
     monkeypatch.setattr(check, "ORDER_STEPS", 12)
     cache = CacheConfig(block_size=block_size, kv_cache_dtype=name)
-    return choose_backend(cache, [shape_of(dtype)], 4, is_bounded=is_bounded)
+    shapes = [shape_of(dtype)]
+    return choose_backend(cache, shapes, 4, is_bounded=is_bounded, has_bias=has_bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,6 +91,29 @@ def test_wrong_kernels_are_not(
     assert choice.rejected is not None
     assert re.search("off by|read back wrong", choice.rejected)
     assert isinstance(choice.backend, QuantisedReferenceAttention)
+
+
+@pytest.mark.parametrize("mistake", list(BIAS_MISTAKES)[:4])
+def test_kernels_with_a_wrong_bias_are_not_used(
+    shim: Shim, monkeypatch: pytest.MonkeyPatch, mistake: str
+) -> None:
+    right, wrong = BIAS_MISTAKES[mistake]
+    shim.mutate = lambda _, body: body.replace(right, wrong)
+    choice = choose(shim, monkeypatch, "auto", has_bias=True)
+    assert "off by" in (choice.rejected or "")
+    assert isinstance(choice.backend, ReferenceAttention)
+
+
+def test_a_wrong_bias_does_not_matter_to_models_without_one(
+    shim: Shim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, wrong = BIAS_MISTAKES["no bias"]
+    shim.mutate = lambda _, body: body.replace(right, wrong)
+    assert choose(shim, monkeypatch, "auto").rejected is None
+
+
+def test_kernels_with_a_right_bias_are_used(shim: Shim, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose(shim, monkeypatch, "auto", has_bias=True).rejected is None
 
 
 def test_blocks_that_kernels_cannot_quantise_go_to_the_reference(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
+from mlx_parallm.kernels.kernel import kernel_text
 from mlx_parallm.worker.attention.kernels import TEXTS
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from tests.builders.kernel_cases import Case
@@ -19,8 +20,21 @@ pytestmark = pytest.mark.slow
 PLAIN = Case(sequences=((90, 1), (300, 1), (2, 1)), key_dim=64)
 QUANTISED = Case(sequences=((20, 3),), quantisation=KVQuantisation(bits=8, group_size=32))
 
+#: ``BIASED`` has rows whose keys are cut, several heads of a KV head, and far keys.
+BIASED = Case(sequences=((90, 1), (300, 1), (2, 1)), key_dim=64, distances=40)
+#: ``BIAS_MISTAKES``: a part of the text, and a mistake in its place.
+BIAS_MISTAKES = {
+    "without a clamp": ("min(distance, bias_shape[1] - 1)", "distance % bias_shape[1]"),
+    "no bias": ("score[u][g] += bias[", "score[u][g] += 0.0f * bias["),
+    "of another head": ("(head + g) % HEADS", "(head + g + 1) % HEADS"),
+    "of the next distance": ("fields[4] - tile", "fields[4] + 1 - tile"),
+    "of the first head of a part": ("(head + g) % HEADS", "head"),
+    "from the end of an item": ("fields[4] - tile", "end - 1 - tile"),
+    "in another unit": ("bias_shape[1] - 1)] * LOG2_E", "bias_shape[1] - 1)]"),
+}
 
-@pytest.mark.parametrize("case", [PLAIN, QUANTISED], ids=str)
+
+@pytest.mark.parametrize("case", [PLAIN, QUANTISED, BIASED], ids=str)
 def test_the_whole_texts_are_right(shim: Shim, case: Case) -> None:
     assert is_right(shim, case)
 
@@ -32,6 +46,18 @@ def test_nothing_can_be_left_out(language: str, text: str, nth: int) -> None:
     mutated = leave_out(shim, f"paged_{text}_", nth)
     assert not is_right(shim, QUANTISED if text == "quantise" else PLAIN)
     assert mutated
+
+
+@pytest.mark.parametrize("mistake", BIAS_MISTAKES)
+def test_a_wrong_bias_shows(shim: Shim, mistake: str) -> None:
+    right, wrong = BIAS_MISTAKES[mistake]
+
+    def mutate(_: str, body: str) -> str:
+        return body.replace(right, wrong)
+
+    assert right in kernel_text(TEXTS / "attend.metal")
+    shim.mutate = mutate
+    assert not is_right(shim, BIASED)
 
 
 def test_no_synchronisation_is_overlooked() -> None:

@@ -47,6 +47,13 @@ CASES = [
     Case(sequences=LONG, quantisation=BITS4, key_dim=80, value_dim=112, dtype=FP16),
     Case(sequences=SHORT, quantisation=KVQuantisation(bits=8, group_size=32), heads=9, kv_heads=1),
     Case(sequences=SHORT, quantisation=KVQuantisation(bits=4, scale_dtype=mx.float32), sinks=True),
+    Case(sequences=SHORT, distances=129),
+    Case(sequences=SHORT, distances=1, heads=7, kv_heads=1, sinks=True, dtype=FP16),
+    Case(sequences=((5, 1),), distances=2, heads=1, kv_heads=1),  # Metal has these constant
+    Case(sequences=LONG, distances=33, key_dim=128, dtype=BF16, heads=4, kv_heads=4),
+    Case(sequences=LONG, distances=129, window=70, sinks=True, soft_cap=2.0),
+    Case(sequences=LONG, distances=5, quantisation=BITS8, dtype=BF16, heads=9, kv_heads=1),
+    Case(sequences=LONG, distances=300, quantisation=BITS4, key_dim=128, heads=36, kv_heads=2),
 ]
 TUNINGS = [
     Tuning(threadgroups=16, warps=1, tile=8),

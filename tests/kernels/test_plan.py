@@ -69,6 +69,32 @@ def test_items_are_what_rows_see(
         assert (mine[0, 2], mine[-1, 3]) == (first, end)
 
 
+@given(
+    sequences=SEQUENCES,
+    window=st.none() | st.integers(1, 6000),
+    threadgroups=st.sampled_from([1, 16, 512]),
+    padding=st.sampled_from([0, 3]),
+)
+def test_items_with_positions_are_those_of_all_rows(
+    sequences: list[tuple[int, int]], window: int | None, threadgroups: int, padding: int
+) -> None:
+    plan = KernelPlan(scheduled(sequences), BLOCK_SIZE, padding=padding)
+    rows = plan.by_rows()
+    assert rows is plan.by_rows()
+    assert (rows is plan) == (not plan.chunks)
+    assert (rows.chunks, rows.order, rows.padding) == ([], None, padding)
+    assert np.array_equal(np.array(rows.slots), np.array(plan.slots))
+    positions = [start + i for start, count in sequences for i in range(count)]
+    assert rows.num_rows == len(positions)
+    work = rows.work(window, 8, threadgroups, True)
+    without = rows.work(window, 8, threadgroups)
+    items = np.array(work.items)
+    assert np.array_equal(items[:, :4], np.array(without.items))
+    is_item = items[:, 2] < items[:, 3]
+    assert (items[is_item, 4] == np.array(positions)[items[is_item, 0]]).all()
+    assert not items[~is_item].any()
+
+
 @given(steps=st.lists(SEQUENCES, min_size=1, max_size=6))
 def test_tables_held_from_step_to_step_are_those_of_each(
     steps: list[list[tuple[int, int]]],

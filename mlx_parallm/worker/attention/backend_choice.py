@@ -100,6 +100,7 @@ def choose_backend(
     is_bounded: bool = False,
     chosen: str | None = None,
     ranks: Ranks | None = None,
+    has_bias: bool = False,
 ) -> BackendChoice:
     """Return the device's kernels if they are right at these shapes, or the reference backend.
 
@@ -112,6 +113,7 @@ def choose_backend(
         chosen: name of the backend that an equal device chose earlier; it is taken without a
             check. None to check.
         ranks: the processes that must choose alike; None if there is this one alone.
+        has_bias: True if layers have a bias by distance, which is then checked too.
 
     Raises:
         ConfigError: ``kv_cache_dtype`` is unknown, or this device does not have ``chosen``.
@@ -123,13 +125,13 @@ def choose_backend(
     if chosen is not None:
         return _chosen(chosen, kernels, cache.block_size, quantisation, shapes, heads)
     if kernels is not None:
-        rejected, error = _judge(kernels, cache.block_size, shapes, heads)
+        rejected, error = _judge(kernels, cache.block_size, shapes, heads, has_bias=has_bias)
         if agreed(ranks, rejected is None):
             _prepare(kernels, shapes, heads)
             return BackendChoice(kernels, error)
         rejected = rejected or OTHER_RANK
         logger.warning("attention kernels are not used: %s", rejected)
-    error = attention_error(_reference(BLOCK_SIZE, quantisation))
+    error = attention_error(_reference(BLOCK_SIZE, quantisation), has_bias=has_bias)
     return BackendChoice(_reference(cache.block_size, quantisation), error, rejected)
 
 
@@ -171,7 +173,12 @@ def _kernels(
 
 
 def _judge(
-    kernels: KernelAttention, block_size: int, shapes: Sequence[LayerShape], heads: int
+    kernels: KernelAttention,
+    block_size: int,
+    shapes: Sequence[LayerShape],
+    heads: int,
+    *,
+    has_bias: bool,
 ) -> tuple[str | None, float]:
     """Return why the kernels may not be used, None if they may, and their largest error."""
     worst = 0.0
@@ -181,8 +188,9 @@ def _judge(
             return reason, worst
         multiple = _query_heads(heads, shape)
         try:
-            kernels.begin(shape, multiple, checked_scores(shape, multiple))
-            error = attention_error(kernels, shape, multiple, block_size)
+            kinds = checked_scores(shape, multiple, has_bias=has_bias)
+            kernels.begin(shape, multiple, kinds)
+            error = attention_error(kernels, shape, multiple, block_size, has_bias=has_bias)
             misread = misread_share(kernels, shape, block_size)
             has_wrong_copies = miscopies(kernels, shape, block_size)
             disorder = order_error(kernels, shape, multiple, block_size)

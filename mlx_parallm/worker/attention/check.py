@@ -17,6 +17,8 @@ from mlx_parallm.worker.attention.quantisation import KVQuantisation
 SHAPE = LayerShape(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32)
 HEADS = 4
 WINDOW = 5
+#: ``DISTANCES`` of a bias; most keys are farther away.
+DISTANCES = 24
 #: ``WRITTEN``: tokens of the last sequence before its step, so many that kernels cut its keys.
 WRITTEN = 1600
 #: ``TABLES`` have blocks out of order, so that a wrong block table shows.
@@ -29,6 +31,8 @@ STEPS = (
     ((1, 10, 1), (2, 20, 1), (0, 71, 18)),
     ((3, WRITTEN, 18),),
 )
+#: ``SOURCES``: the sequences whose last position some rows attend from, without a write.
+SOURCES = (3, 0, 3, 2, 0)
 #: ``BLOCK_SIZE``: tokens of a block in ``TABLES``; smaller blocks are made by cutting these.
 BLOCK_SIZE = 16
 #: ``MAX_ERROR``: absolute, for inputs of unit variance; float32 leaves room for TF32.
@@ -54,27 +58,35 @@ def attention_error(
     shape: LayerShape = SHAPE,
     heads: int = HEADS,
     block_size: int = BLOCK_SIZE,
+    *,
+    has_bias: bool = False,
 ) -> float:
     """Return the largest absolute difference from softmax attention in float32.
 
     A quantised backend is compared with attention over keys and values that NumPy quantised. Full,
-    windowed and sink attention run on ragged sequences over shuffled blocks. With inputs of unit
-    variance, a correct backend stays below ``MAX_ERROR``.
+    windowed and sink attention, and with ``has_bias`` a bias by distance, run on ragged sequences
+    over shuffled blocks, whose last rows attend again as rows of cross-attention do. With inputs of
+    unit variance, a correct backend stays below ``MAX_ERROR``.
     """
     tables = [_cut(table, block_size) for table in TABLES]
     errors = []
-    for scores in checked_scores(shape, heads):
+    for scores in checked_scores(shape, heads, has_bias=has_bias):
         trial = _Trial(backend, shape, tables)
         trial.write(((len(tables) - 1, 0, WRITTEN),))
         errors += [trial.error(step, heads, scores) for step in STEPS]
+        errors.append(trial.source_error(SOURCES, heads, scores))
     return float(np.max(errors))
 
 
-def checked_scores(shape: LayerShape, heads: int) -> list[Scores]:
+def checked_scores(shape: LayerShape, heads: int, *, has_bias: bool) -> list[Scores]:
     """Return the kinds of attention to check."""
     scale = shape.key_dim**-0.5
     sinks = (mx.arange(heads) * 0.5).astype(shape.dtype)
-    return [Scores(scale), Scores(scale, window=WINDOW), Scores(scale, sinks=sinks)]
+    kinds = [Scores(scale), Scores(scale, window=WINDOW), Scores(scale, sinks=sinks)]
+    if has_bias:
+        table = np.random.default_rng(1).standard_normal((heads, DISTANCES), dtype=np.float32)
+        kinds.append(Scores(scale, distance_bias=mx.array(table)))
+    return kinds
 
 
 def misread_share(
@@ -243,20 +255,32 @@ class _Trial:
 
     def error(self, step: _Step, heads: int, scores: Scores) -> float:
         """Write a step and attend; return the largest absolute error."""
-        shape, scale, window, sinks = self._shape, scores.scale, scores.window, scores.sinks
+        return self._error(self.write(step), step, heads, scores)
+
+    def source_error(self, sources: Sequence[int], heads: int, scores: Scores) -> float:
+        """Attend to whole sequences, which may repeat; return the largest absolute error."""
+        step = [(sequence, len(self._written[sequence][0]) - 1, 1) for sequence in sources]
+        return self._error(self._backend.plan(_sequences(step, self._tables)), step, heads, scores)
+
+    def _error(self, plan: Any, step: _Step, heads: int, scores: Scores) -> float:
+        shape = self._shape
         total = sum(count for _, _, count in step)
         queries = _normal(self._source, shape.dtype, total, heads, shape.key_dim)
-        plan = self.write(step)
-        rows = _as_rows(queries, shape.dtype)
         output = self._backend.attend(
-            self._pool, plan, rows, scale=scale, window=window, sinks=sinks
+            self._pool,
+            plan,
+            _as_rows(queries, shape.dtype),
+            scale=scores.scale,
+            window=scores.window,
+            sinks=scores.sinks,
+            distance_bias=scores.distance_bias,
         )
         attended = np.array(output.astype(mx.float32))[:, :, 0]
         row, worst = 0, 0.0
         for sequence, _, count in step:
             part = slice(row, row + count)
             keys, values = self._written[sequence]
-            wanted = dense_attention(queries[part], keys, values, scale, window, sinks)
+            wanted = dense_attention(queries[part], keys, values, scores)
             # np.maximum keeps NaN, which max() would drop.
             worst = np.maximum(worst, np.abs(attended[part] - wanted).max())
             row += count
@@ -313,28 +337,26 @@ def dense_attention(
     queries: np.ndarray,
     keys: np.ndarray,
     values: np.ndarray,
-    scale: float,
-    window: int | None,
-    sinks: mx.array | None,
+    scores: Scores,
 ) -> np.ndarray:
     """Return softmax attention of the last L positions: ``[L, H, D]`` over ``[S, K, D]``."""
     length, heads, _ = queries.shape
-    total = len(keys)
+    total, window = len(keys), scores.window
     groups = heads // keys.shape[1]
     by_head = keys.repeat(groups, axis=1).transpose(1, 2, 0)
-    scores = queries.swapaxes(0, 1) @ by_head * scale
-    position = np.arange(total - length, total)[:, None]
-    column = np.arange(total)
-    seen = column <= position
+    products = queries.swapaxes(0, 1) @ by_head * scores.scale
+    distance = np.arange(total - length, total)[:, None] - np.arange(total)
+    if scores.distance_bias is not None:
+        table = np.array(scores.distance_bias)
+        products += table[:, distance.clip(0, table.shape[1] - 1)]
+    seen = distance >= 0
     if window is not None:
-        seen &= column > position - window
-    scores = np.where(seen, scores, -np.inf)
-    if sinks is not None:
-        extra = np.broadcast_to(
-            np.array(sinks.astype(mx.float32))[:, None, None], (heads, length, 1)
-        )
-        scores = np.concatenate([scores, extra], axis=-1)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        seen &= distance < window
+    products = np.where(seen, products, -np.inf)
+    if scores.sinks is not None:
+        sinks = np.array(scores.sinks.astype(mx.float32))[:, None, None]
+        products = np.concatenate([products, np.broadcast_to(sinks, (heads, length, 1))], axis=-1)
+    weights = np.exp(products - products.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     summed = weights[..., :total] @ values.repeat(groups, axis=1).swapaxes(0, 1)
     return summed.swapaxes(0, 1)

@@ -31,9 +31,15 @@ class DecodePlan:
     chunks: list[LongChunk] = field(default_factory=list)
     order: None = None
 
-    def work(self, window: int | None, heads: int, threadgroups: int) -> Work:
+    def work(
+        self, window: int | None, heads: int, threadgroups: int, has_positions: bool = False
+    ) -> Work:
         """See ``KernelPlan.work``; raise KeyError for a kind that was not planned."""
-        return self.works[window, heads, threadgroups]
+        return self.works[window, heads, threadgroups, has_positions]
+
+    def by_rows(self) -> DecodePlan:
+        """See ``KernelPlan.by_rows``."""
+        return self
 
     @classmethod
     def of(cls, arrays: Sequence[mx.array], kinds: Sequence[WorkKind]) -> DecodePlan:

@@ -32,6 +32,7 @@ class AttendKind:
     scale: float
     soft_cap: float | None
     has_sinks: bool
+    has_bias: bool
     tuning: Tuning
 
     @property
@@ -107,9 +108,11 @@ class AttendKernels:
         kind, shape = self._kind, self._kind.layout.shape
         queries = mx.zeros((1, kind.heads, 1, shape.key_dim), shape.dtype)
         sinks = mx.zeros((kind.heads,), shape.dtype) if kind.has_sinks else None
-        item, table = mx.array([[0, 0, 0, 1]]), mx.array([[0]])
+        bias = mx.zeros((kind.heads, 1)) if kind.has_bias else None
+        scores = Scores(kind.scale, sinks=sinks, distance_bias=bias)
+        item, table = mx.array([[0, 0, 0, 1, 0][: 4 + kind.has_bias]]), mx.array([[0]])
         works = (Work(item, None), Work(item, mx.array([[0, 1]])))
-        mx.eval([self._attend(pool, work, table, 1, queries, sinks) for work in works])
+        mx.eval([self._attend(pool, work, table, 1, queries, scores) for work in works])
 
     def run(
         self,
@@ -119,8 +122,9 @@ class AttendKernels:
         scores: Scores,
     ) -> mx.array:
         """Return the attention of the plan's short rows, ``[R, H, 1, V]``."""
-        work = plan.work(scores.window, self._per_item, self._kind.tuning.threadgroups)
-        return self._attend(pool, work, plan.tables, plan.num_rows, queries, scores.sinks)
+        kind = self._kind
+        work = plan.work(scores.window, self._per_item, kind.tuning.threadgroups, kind.has_bias)
+        return self._attend(pool, work, plan.tables, plan.num_rows, queries, scores)
 
     def _attend(
         self,
@@ -129,11 +133,12 @@ class AttendKernels:
         tables: mx.array,
         num_rows: int,
         queries: mx.array,
-        sink_logits: mx.array | None,
+        scores: Scores,
     ) -> mx.array:
         kind, shape = self._kind, self._kind.layout.shape
-        inputs = [queries, work.items, tables, pool.token, *pool.bound]
-        sinks = [] if sink_logits is None else [sink_logits]
+        bias = [] if scores.distance_bias is None else [scores.distance_bias]
+        inputs = [queries, work.items, tables, pool.token, *pool.bound, *bias]
+        sinks = [] if scores.sinks is None else [scores.sinks]
         output = (num_rows, kind.heads, 1, shape.value_dim)
         grid = work.items.shape[0] * self._per_item
         if work.spans is None:
@@ -173,12 +178,13 @@ class AttendKernels:
 
     def _spec(self, name: str) -> KernelSpec:
         sinks = ("sinks",) if self._kind.has_sinks else ()
-        pools = self._kind.layout.pools
+        bias = ("bias",) if self._kind.has_bias else ()
+        inputs = (*_INPUTS, *self._kind.layout.pools, *bias)
         if name == "split":
-            return KernelSpec("attend.metal", (*_INPUTS, *pools), _PARTS)
+            return KernelSpec("attend.metal", inputs, _PARTS)
         if name == "merge":
             return KernelSpec("merge.metal", (*_PARTS, "spans", *sinks), ("output",))
-        return KernelSpec("attend.metal", (*_INPUTS, *pools, *sinks), ("output",))
+        return KernelSpec("attend.metal", (*inputs, *sinks), ("output",))
 
     def _constants(self, name: str) -> dict[str, Constant]:
         kind, layout = self._kind, self._kind.layout
@@ -196,6 +202,7 @@ class AttendKernels:
             "WARPS": kind.tuning.warps,
             "SPLIT": name == "split",
             "SINKS": kind.has_sinks,
+            "BIAS": kind.has_bias,
             **score_constants(kind.scale, kind.soft_cap),
         }
 

@@ -211,11 +211,11 @@ class KernelAttention:
         soft_cap: float | None = None,
         distance_bias: mx.array | None = None,
     ) -> mx.array:
-        """See ``AttentionBackend.attend``. The kernels have no bias by distance."""
-        if distance_bias is not None:
-            raise NotImplementedError("the attention kernels have no bias by distance")
+        """See ``AttentionBackend.attend``."""
         kernel_pool = _kernel_pool(pool)
-        scores = Scores(scale, window, sinks, soft_cap)
+        scores = Scores(scale, window, sinks, soft_cap, distance_bias)
+        if distance_bias is not None:
+            plan = plan.by_rows()
         dtype = queries.dtype
         queries = queries.astype(kernel_pool.layout.shape.dtype)
         kernels = self._layer_kernels(kernel_pool, queries.shape[1], scores)
@@ -283,7 +283,8 @@ class KernelAttention:
         return moves
 
     def _layer_kernels(self, pool: KernelPool, heads: int, scores: Scores) -> _LayerKernels:
-        key = (heads, scores.scale, scores.window, scores.soft_cap, scores.sinks is not None)
+        has_sinks, has_bias = scores.sinks is not None, scores.distance_bias is not None
+        key = (heads, scores.scale, scores.window, scores.soft_cap, has_sinks, has_bias)
         kernels = pool.kernels.get(key)
         if kernels is None:
             kernels = pool.kernels[key] = self._kernels_of(pool.layout, heads, scores)
@@ -306,6 +307,7 @@ class KernelAttention:
             scale=scores.scale,
             soft_cap=scores.soft_cap,
             has_sinks=scores.sinks is not None,
+            has_bias=scores.distance_bias is not None,
             tuning=self._tuning,
         )
         kernels = self._attend.get(kind)
@@ -324,7 +326,8 @@ class KernelAttention:
             soft_cap=scores.soft_cap,
             has_sinks=scores.sinks is not None,
         )
-        if not (self._language.has_tensor_cores and kind.is_supported):
+        has_kernel = self._language.has_tensor_cores and kind.is_supported
+        if scores.distance_bias is not None or not has_kernel:
             return None
         kernels = self._prefill.get(kind)
         if kernels is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,8 @@ class Work:
     """The work of an attention kernel's threadgroups.
 
     Attributes:
-        items: int32 ``[W, 4]``: query row, row of the block table, first key, end of keys.
+        items: int32 ``[W, 4]``: query row, row of the block table, first key, end of keys; with
+            positions ``[W, 5]``, the last of which is the row's, wherever its keys are cut.
         spans: each row's first item and number of items, int32 ``[R, 2]``; None if row i has item
             i.
     """
@@ -38,8 +40,8 @@ class Work:
     spans: mx.array | None
 
 
-#: ``WorkKind``: the window, heads and threadgroups with which ``KernelPlan.work`` is called.
-WorkKind = tuple[int | None, int, int]
+#: ``WorkKind``: the arguments of ``KernelPlan.work``.
+WorkKind = tuple[int | None, int, int, bool]
 
 
 def row_work(
@@ -51,13 +53,16 @@ def row_work(
     there are few shapes: their share of the threadgroups and, per row, what is left at both ends.
     Padding items have no keys.
     """
-    window, heads, threadgroups = kind
+    window, heads, threadgroups, has_positions = kind
     starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
     span = decode_span(starts, ends, heads / threadgroups)
     items, firsts, counts = cut_items(rows, tables, starts, ends, span)
+    if has_positions:
+        items = np.column_stack([items, (ends - 1).repeat(counts)])
     if len(items) == len(rows):
         return items, None
-    padded = np.zeros((threadgroups // heads + 2 * len(rows), 4), dtype=items.dtype)
+    size = (threadgroups // heads + 2 * len(rows), items.shape[1])
+    padded = np.zeros(size, dtype=items.dtype)
     padded[: len(items)] = items
     return padded, np.stack([firsts, counts], axis=1)
 
@@ -86,16 +91,19 @@ class KernelPlan:
         *,
         padding: int = 0,
         large_work: float = LARGE_WORK,
+        long_chunk: float = LONG_CHUNK,
     ) -> None:
         """Plan a step.
 
         ``multiple`` is that of long chunks; ``tables`` keeps the tables of the last step; chunks
-        with more than ``large_work`` are large.
+        with more than ``large_work`` are large; those of fewer rows than ``long_chunk`` are short.
         """
         self.padding = padding
+        self._step = (sequences, block_size)
+        self._by_rows: KernelPlan | None = None
         counts = np.array([len(sequence.token_ids) for sequence in sequences])
         firsts = offsets(counts)
-        is_short = counts < LONG_CHUNK
+        is_short = counts < long_chunk
         chunks = [
             LongChunk(
                 int(firsts[i]), int(counts[i]), sequence.start, sequence.block_table, multiple
@@ -134,19 +142,33 @@ class KernelPlan:
         self._ends = starts.repeat(counts) + within + 1
         self.num_rows = len(self._rows)
 
-    def work(self, window: int | None, heads: int, threadgroups: int) -> Work:
+    def work(
+        self, window: int | None, heads: int, threadgroups: int, has_positions: bool = False
+    ) -> Work:
         """Return the items of attention within ``window``; cached for the layers of a step.
 
         Args:
             window: as in ``AttentionBackend.attend``.
             heads: threadgroups per item.
             threadgroups: how many shall run at once.
+            has_positions: True if items have the positions of their rows.
         """
-        key = (window, heads, threadgroups)
+        key = (window, heads, threadgroups, has_positions)
         if key not in self._work:
             items, spans = row_work(self._rows, self._sequences, self._ends, key)
             self._work[key] = Work(int32(items), None if spans is None else int32(spans))
         return self._work[key]
+
+    def by_rows(self) -> KernelPlan:
+        """Return this step with its long chunks as rows of the decode kernel; cached.
+
+        Only that kernel has a bias by distance.
+        """
+        if not self.chunks:
+            return self
+        if self._by_rows is None:
+            self._by_rows = KernelPlan(*self._step, padding=self.padding, long_chunk=math.inf)
+        return self._by_rows
 
     def chunk_work(
         self, tokens: int, count: int, window: int | None, threadgroups: int

@@ -26,7 +26,7 @@ WORD = 32
 _DTYPES = {
     **dict.fromkeys(("items", "tables", "table", "previous", "slots", "spans", "ends"), mx.int32),
     **dict.fromkeys(("sources", "targets", "token"), mx.int32),
-    **dict.fromkeys(("part_sums", "part_stats"), mx.float32),
+    **dict.fromkeys(("part_sums", "part_stats", "bias"), mx.float32),
     **dict.fromkeys(("ids", "contents"), mx.uint32),
 }
 

@@ -32,10 +32,11 @@ const int item = index / (KV_HEADS * PARTS);
 const int kv_head = index / PARTS % KV_HEADS;
 const int head = kv_head * SHARE + index % PARTS * G;
 const int num_heads = SHARE - index % PARTS * G;
-const int row = items[item * 4];
-const int table = items[item * 4 + 1] * tables_shape[1];
-const int first = items[item * 4 + 2];
-const int end = items[item * 4 + 3];
+const auto fields = items + item * (4 + BIAS);
+const int row = fields[0];
+const int table = fields[1] * tables_shape[1];
+const int first = fields[2];
+const int end = fields[3];
 
 // 1. Read the queries, scaled so that scores are exponents of two (before the soft cap: its
 // argument).
@@ -191,6 +192,12 @@ for (int tile = first / TILE * TILE + warp * TILE; tile < end; tile += WARPS * T
       }
 #if SOFT_CAP
       score[u][g] = seen[u] ? CAP_SCALE * precise::tanh(score[u][g]) : UNSEEN;
+#endif
+#if BIAS
+      // Unseen keys, and heads beyond the last one, take any bias there is.
+      const int distance = max(fields[4] - tile - u * SCORE_KEYS - score_key, 0);
+      const int biases = (head + g) % HEADS * bias_shape[1];
+      score[u][g] += bias[biases + min(distance, bias_shape[1] - 1)] * LOG2_E;
 #endif
       larger = fmax(larger, score[u][g]);
     }
