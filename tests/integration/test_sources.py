@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.types.model_input import source_of
+from mlx_parallm.types.model_input import InputKind, source_of
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from tests.compiled_attention import AheadAttention, CompiledAttention
+from tests.frames_model import VOCAB_SIZE, frames_model, frames_of
 from tests.source_batches import (
     BLOCK_SIZE,
     Batch,
@@ -19,6 +20,7 @@ from tests.source_batches import (
     adapter_of,
     alone,
     assert_same,
+    frames_source,
     merged,
     new_runner,
     random_text,
@@ -90,3 +92,33 @@ def test_each_source_and_its_rows_have_the_adapter_of_the_request(attention: Any
     for adapter in halves.values():
         runner.adapters.add(adapter.digest, adapter)
     assert_same(Batch(runner, seed=3).run(requests), expected)
+
+
+def frames_requests(seed: int) -> list[Request]:
+    """Return requests of which those of equal lengths may be computed together."""
+    rng = random.Random(seed)
+    lengths = [1, 64, 7, 7, 7, 30, 30, 2]
+    return [
+        Request(
+            frames_source(frames_of(length, seed=number), shape_key=f"frames {length}"),
+            random_text(rng, rng.choice([1, 2, 9]), VOCAB_SIZE),
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("attention", [ReferenceAttention, CompiledAttention])
+def test_sources_may_be_frames_of_numbers(attention: Any) -> None:
+    plain, adapted = frames_model(), frames_model()
+    adapter = adapter_of({"encoder.v": (16, 32), "read": (32, 12)}, seed=1)
+    merged(adapted, adapter)
+    requests = frames_requests(2)
+    for number in (3, 5):
+        requests[number] = replace(requests[number], adapter_slot=1, adapter=adapter.digest)
+    expected = [alone(adapted if each.adapter else plain, each) for each in requests]
+    assert not same(expected[3], alone(plain, requests[3]), atol=1e-2)
+    runner = new_runner(plain, attention(BLOCK_SIZE))
+    assert runner.info.input_kinds == (InputKind.SOURCE,)
+    assert runner.info.num_tower_stages == 3
+    runner.adapters.add(adapter.digest, adapter)
+    assert_same(Batch(runner, seed=4).run(requests), expected)

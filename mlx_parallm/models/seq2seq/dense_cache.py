@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -15,7 +16,11 @@ class DenseSourceCache(KVCache):
 
     Attributes:
         source: keys and values ``[1, K, S, D]`` of the source; None without one.
+        is_wide: True if scores with a bias are float32, False if they have the dtype of queries.
+            Scores that are not scaled are large, so that 16 bits round them by much.
     """
+
+    is_wide = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,11 +37,14 @@ class DenseSourceCache(KVCache):
     ) -> mx.array:
         """See ``SourceCache``."""
         first = self.offset
-        all_keys, all_values = self.update_and_fetch(keys, values)
-        mask = "causal" if distance_bias is None else _mask(distance_bias, first, queries)
-        return mx.fast.scaled_dot_product_attention(
-            queries, all_keys, all_values, scale=scale, mask=mask
-        )
+        seen: Any = self.update_and_fetch(keys, values)
+        if distance_bias is None:
+            return mx.fast.scaled_dot_product_attention(queries, *seen, scale=scale, mask="causal")
+        dtype = mx.float32 if self.is_wide else queries.dtype
+        arrays = (array.astype(dtype) for array in (queries, *seen))
+        mask = _mask(distance_bias, first, queries.shape[2]).astype(dtype)
+        output = mx.fast.scaled_dot_product_attention(*arrays, scale=scale, mask=mask)
+        return output.astype(queries.dtype)
 
     def attend_source(self, queries: mx.array, *, scale: float) -> mx.array:
         """See ``SourceCache``."""
@@ -46,12 +54,11 @@ class DenseSourceCache(KVCache):
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)
 
 
-def _mask(bias: mx.array, first: int, queries: mx.array) -> mx.array:
+def _mask(bias: mx.array, first: int, rows: int) -> mx.array:
     """Return what is added to scores ``[H, L, first + L]``: the bias, -inf for later keys."""
-    rows = queries.shape[2]
     distances = mx.arange(first, first + rows)[:, None] - mx.arange(first + rows)
     biases = bias[:, mx.clip(distances, 0, bias.shape[1] - 1)]
-    return mx.where(distances < 0, -mx.inf, biases).astype(queries.dtype)
+    return mx.where(distances < 0, -mx.inf, biases)
 
 
 def encoded(model: EncoderDecoder, sources: Sequence[Arrays]) -> list[SourceKV]:

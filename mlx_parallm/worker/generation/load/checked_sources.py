@@ -41,15 +41,24 @@ class CheckedSources:
             self._tables.append(SourceTable(block_table=blocks, num_tokens=length))
             self.num_blocks += count
 
-    def set_in(self, caches: Sequence[Sequence[Any]]) -> None:
+    def set_in(self, caches: Sequence[Sequence[Any]], *, is_wide: bool = True) -> None:
         """Give the stock caches of each text its source, which is encoded alone."""
         for own, arrays in zip(caches, self._arrays, strict=True):
             set_source(self._model, own, arrays)
+            for cache in own:
+                cache.is_wide = is_wide
 
     def write(self, path: PackedPath) -> None:
-        """Encode all sources in one run and write their KV into the path's pools."""
-        path.write_sources(self._tables, encoded(self._model, self._arrays))
-        mx.eval(path.arrays())
+        """Write the KV of all sources into the path's pools.
+
+        Texts are encoded in one run. Other sources can only be if their arrays have equal shapes.
+        """
+        is_text = TOKEN_IDS in self._arrays[0]
+        count = len(self._arrays) if is_text else 1
+        for first in range(0, len(self._arrays), count):
+            run = slice(first, first + count)
+            path.write_sources(self._tables[run], encoded(self._model, self._arrays[run]))
+            mx.eval(path.arrays())
 
     def of(self, sequence: ScheduledSequence) -> ScheduledSequence:
         """Return rows of a text with its source."""

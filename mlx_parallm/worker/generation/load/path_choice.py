@@ -152,7 +152,7 @@ def choose_path(  # noqa: PLR0913 - settings, by name
         path = make()
         rehearse(path, random_texts(vocab_size, window), block_size, sources)
         return PathChoice(path, chosen, selector=candidates.selector)
-    texts = stock_texts(model, vocab_size, window, sources)
+    texts = stock_texts(model, vocab_size, window, sources, dtype)
     for name, make in candidates.in_order():
         path = make()
         difference, error, is_right = check_path(path, texts, block_size, dtype, sources)
