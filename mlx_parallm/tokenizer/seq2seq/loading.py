@@ -50,7 +50,7 @@ def load_seq2seq(folder: Path, tokenizer: ParallmTokenizer) -> Seq2SeqTokenizer 
         return None
     settings = Fields.read(folder / "tokenizer_config.json") or Fields(folder, {})
     languages = _languages(settings, rules, tokenizer)
-    return Seq2SeqTokenizer(tokenizer, rules, languages)
+    return Seq2SeqTokenizer(tokenizer.source_side, tokenizer, rules, languages)
 
 
 def tokenizer_class(settings: Fields, model_type: str) -> str:

@@ -19,20 +19,21 @@ class Seq2SeqTokenizer:
     """Sources and decoder prompts of an encoder-decoder. Its methods are safe from any thread.
 
     Args:
-        tokenizer: the model's, whose texts are the decoder's, and whose ``source_side`` has those
-            of sources.
+        source: encodes sources.
+        target: encodes and decodes the decoder's texts; it is the model's tokenizer.
         rules: how the decoder's output begins and ends.
         languages: the languages that requests may name.
     """
 
     def __init__(
         self,
-        tokenizer: ParallmTokenizer,
+        source: ParallmTokenizer,
+        target: ParallmTokenizer,
         rules: Seq2SeqRules,
         languages: Languages,
     ) -> None:
-        self.source = source = tokenizer.source_side
-        self.target = tokenizer
+        self.source = source
+        self.target = target
         self.rules = rules
         self._languages = languages
         self._begin, self._end = specials_around(
