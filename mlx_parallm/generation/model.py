@@ -23,6 +23,7 @@ from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.registry import reasoning_format, tool_format
 from mlx_parallm.tokenizer.seq2seq.tokenizer import Seq2SeqTokenizer
 from mlx_parallm.types.events import GenerateEvent
+from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import RunnerInfo
 from mlx_parallm.types.token_limit import ANY_LENGTH, TokenLimit
@@ -245,6 +246,11 @@ class GenerationModel(ServedModel):
     @override
     def input_modalities(self) -> Sequence[str]:
         return ("text",) if self.images is None else ("text", "image")
+
+    @property
+    def takes_sources(self) -> bool:
+        """True if it is an encoder-decoder, whose requests have a source each."""
+        return self.seq2seq is not None or InputKind.SOURCE in self.info.input_kinds
 
     @property
     def max_model_len(self) -> int:

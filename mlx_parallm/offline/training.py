@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 from mlx_parallm.adapters.writing import Format, adapter_files
 from mlx_parallm.api.http.uploads import validated
 from mlx_parallm.api.mezo.request import (
+    NOT_TRAINED,
     OBJECTIVES,
     check_size,
     check_template,
@@ -34,6 +35,7 @@ from mlx_parallm.api.mezo.schema import (
     Row,
 )
 from mlx_parallm.api.mezo.warm_start import warm_start
+from mlx_parallm.api.turns.prelude import refuse_sources
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.offline.engine import OfflineEngine
@@ -335,7 +337,7 @@ def model_for(engine: OfflineEngine, objective: Measured) -> PoolingModel | Gene
     if isinstance(objective, OfPrompts):
         if not isinstance(model, GenerationModel):
             raise InvalidRequestError(f"{model.names[0]} cannot generate.", param="objective")
-        return model
+        return refuse_sources(model, model.names[0], NOT_TRAINED)
     task = task_of(objective)
     if not isinstance(model, PoolingModel):
         raise InvalidRequestError(f"{model.names[0]} cannot {task}.", param="objective")

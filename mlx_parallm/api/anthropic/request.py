@@ -95,7 +95,7 @@ def within_context(prepared: PreparedTurn) -> tuple[PreparedTurn, bool]:
     if wanted <= room:
         return prepared, False
     if room <= 0:
-        raise _too_long(str(length), limit)
+        raise _too_long(str(length), limit - 1)
     params = replace(prepared.request.params, max_tokens=room)
     return replace(prepared, request=replace(prepared.request, params=params)), True
 
@@ -108,16 +108,17 @@ def too_long_in_these_words(model: GenerationModel) -> Generator[None]:
     except ContextLengthError as refusal:
         if refusal.prompt_tokens is None:
             raise
-        raise _too_long(refusal.prompt_tokens, _context(model.info)) from refusal
+        most = model.info.max_source_len if model.takes_sources else _context(model.info) - 1
+        raise _too_long(refusal.prompt_tokens, most) from refusal
 
 
 def _context(info: RunnerInfo) -> int:
     return min(info.max_model_len, info.num_blocks * info.block_size)
 
 
-def _too_long(prompt_tokens: str, limit: int) -> InvalidRequestError:
+def _too_long(prompt_tokens: str, most: int) -> InvalidRequestError:
     return InvalidRequestError(
-        f"prompt is too long: {prompt_tokens} tokens > {limit - 1} maximum",
+        f"prompt is too long: {prompt_tokens} tokens > {most} maximum",
         code="context_length_exceeded",
     )
 

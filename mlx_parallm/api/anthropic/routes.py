@@ -29,6 +29,7 @@ from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.images import image_sources
 from mlx_parallm.api.turns.prelude import PreludeDep, generator
 from mlx_parallm.api.turns.prepare import prepare_turn, render_turn
+from mlx_parallm.api.turns.sources import num_prompt_tokens
 from mlx_parallm.api.turns.stream import StreamForm, respond
 from mlx_parallm.types.token_limit import ANY_LENGTH
 
@@ -77,7 +78,7 @@ routes = Routes(CHAT, dialect=ANTHROPIC, body_limit=INPUT, short=True, in_any_pr
 @routes.post("/v1/messages", batchable=True, response_model=Message, responses=sse.STREAMED)
 async def create_message(body: MessagesRequest, prelude: PreludeDep) -> Response:
     """Continue a conversation, in Anthropic's shape."""
-    admitted = await prelude.admit(body.model)
+    admitted = await prelude.admit(body.model, takes_sources=True)
     turn = await prelude.on_body(
         lambda: message_turn(body, request_id=f"msg_{prelude.answer_id}", client=prelude.client)
     )
@@ -92,8 +93,8 @@ async def create_message(body: MessagesRequest, prelude: PreludeDep) -> Response
 @routes.post("/v1/messages/count_tokens", body_limit=COUNT)
 async def count_tokens(body: CountTokensRequest, prelude: PreludeDep) -> TokenCount:
     """Count the tokens of a conversation; nothing is generated."""
-    _, model = generator(prelude.engine, body.model)
+    _, model = generator(prelude.engine, body.model, takes_sources=True)
     turn = await prelude.on_body(lambda: counted_turn(body, request_id="", client=prelude.client))
     await prelude.check_texts(source.url for source in image_sources(turn.messages))
     prompt = await render_turn(turn, model, limit=ANY_LENGTH, images=prelude.images)
-    return TokenCount(input_tokens=len(prompt.token_ids))
+    return TokenCount(input_tokens=num_prompt_tokens(prompt))

@@ -22,7 +22,7 @@ routes = Routes(CHAT, body_limit=INPUT, short=True, in_any_process=True)
 @routes.post("/v1/chat/completions", batchable=True, responses=STREAMED)
 async def create_chat_completion(body: ChatRequest, prelude: PreludeDep) -> Response:
     """Continue a conversation."""
-    admitted = await prelude.admit(body.model, n=body.n)
+    admitted = await prelude.admit(body.model, n=body.n, takes_sources=True)
     turn = await prelude.on_body(lambda: chat_turn(body, prelude))
     prepared = await prepare_turn(turn, admitted.model, prelude.images)
     answer = ChatAnswer(body, admitted, prepared, _spans(body, admitted, prepared))

@@ -20,6 +20,7 @@ from mlx_parallm.api.turns.samples import (
     usage_body,
 )
 from mlx_parallm.types.events import PromptEvent, TokenEvent
+from mlx_parallm.types.model_input import num_source_tokens
 from mlx_parallm.types.step import TokenLogprob
 
 # What vLLM's choices have where it is not asked for; its streams leave it out.
@@ -36,7 +37,9 @@ class CompletionAnswer(SampledAnswer):
         answer_id: str,
         prompts: Sequence[Prompt],
     ) -> None:
-        num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+        num_prompt_tokens = sum(
+            len(prompt.ids) + num_source_tokens(prompt.inputs) for prompt in prompts
+        )
         super().__init__(body.n, len(prompts), num_prompt_tokens=num_prompt_tokens)
         self._body = body
         self._head = answer_head(admitted, answer_id, "text_completion")
@@ -103,7 +106,8 @@ class CompletionAnswer(SampledAnswer):
         if self._body.return_token_ids:
             choice["token_ids"] = sample.token_ids
         if self._body.return_token_ids and first:
-            choice["prompt_token_ids"] = None if prompt.inputs else list(prompt.ids)
+            has_rows = any(each.span is not None for each in prompt.inputs)
+            choice["prompt_token_ids"] = None if has_rows else list(prompt.ids)
         return choice
 
     def _scored_prompt(self, index: int) -> Sequence[TokenLogprob | None] | None:

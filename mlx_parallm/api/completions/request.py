@@ -14,6 +14,7 @@ from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.logprobs import most_asked
 from mlx_parallm.api.turns.prelude import Prelude
 from mlx_parallm.api.turns.prepare import TRUNCATE, prompt_limit
+from mlx_parallm.api.turns.sources import SourceForm, read_source, source_params
 from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.tokenizer.cut import cut_ids
 from mlx_parallm.types.errors import InvalidRequestError
@@ -24,20 +25,27 @@ from mlx_parallm.types.token_limit import TokenLimit
 
 # What the body calls the engine's names.
 FIELDS = {"messages": "prompt"}
+SOURCE_FIELDS = {"messages": "decoder_prompt", "prompt": "decoder_prompt", "source": "prompt"}
 
 
 class Prompt(NamedTuple):
     """A prompt of the body.
 
     Attributes:
-        text: the prompt as text, which only ``echo`` needs; "" if it did not come as one.
+        text: the prompt as text, which only ``echo`` needs; "" if it did not come as one. Of an
+            encoder-decoder: what the decoder begins with.
         ids: its tokens; ``INPUT_TOKEN`` for rows.
-        inputs: its rows, if it came as such.
+        inputs: its rows, if it came as such, or its source.
     """
 
     text: str
     ids: tuple[int, ...]
     inputs: tuple[ModelInput, ...] = ()
+
+
+def fields_of(model: GenerationModel) -> dict[str, str]:
+    """Return what the body calls the engine's names."""
+    return SOURCE_FIELDS if model.takes_sources else FIELDS
 
 
 async def completion_requests(
@@ -49,11 +57,13 @@ async def completion_requests(
         InvalidRequestError: a field is out of range, or wants what is not served.
     """
     body.check_supported()
+    body.check_sources(takes_sources=model.takes_sources)
     with named_by(FIELDS):
         prelude.check_room(body.num_prompts(), body.n)
     params = await _params(body, prelude, model)
     with named_by(FIELDS):
-        prompts = await _encode_prompts(body, model)
+        encode = _encode_sources if model.takes_sources else _encode_prompts
+        prompts = await encode(body, model)
     if body.suffix:
         params = with_infill_ends(params, model.tokenizer)
     requests = [
@@ -62,7 +72,7 @@ async def completion_requests(
             model=model.names[0],
             prompt_ids=prompt.ids,
             inputs=prompt.inputs,
-            params=params,
+            params=_own_params(params, body, model, prompt),
             priority=body.priority,
             client=prelude.client,
             cache_salt=body.cache_salt,
@@ -73,14 +83,26 @@ async def completion_requests(
     return requests, prompts
 
 
+def _own_params(
+    params: SamplingParams, body: CompletionRequest, model: GenerationModel, prompt: Prompt
+) -> SamplingParams:
+    """Return the parameters of one prompt."""
+    if not model.takes_sources:
+        return params
+    return source_params(params, model, len(prompt.ids), named=body.model_fields_set)
+
+
 async def _params(
     body: CompletionRequest, prelude: Prelude, model: GenerationModel
 ) -> SamplingParams:
     # Both show the prompt's tokens, each with its own number of alternatives.
     shown = (body.prompt_logprobs, body.top() if body.echo else None)
+    # The length of an encoder-decoder's output depends on its files.
+    has_length = "max_tokens" in body.model_fields_set or not model.takes_sources
     return sampling_params(
         body,
         max_logprobs=prelude.config.max_logprobs,
+        max_tokens=body.max_tokens if has_length else None,
         logprobs=body.top(),
         prompt_logprobs=most_asked(shown),
         grammar=await body_grammar(body, model),
@@ -117,6 +139,34 @@ async def _encode_prompts(body: CompletionRequest, model: GenerationModel) -> li
     suffixes = len(prompts) * len(body.suffix or "")
     length = sum(len(prompt) for prompt in (*embeds, *prompts))
     return await maybe_in_thread(encode, length + suffixes)
+
+
+async def _encode_sources(body: CompletionRequest, model: GenerationModel) -> list[Prompt]:
+    """Return the source and the decoder's tokens of every prompt.
+
+    Raises:
+        InvalidRequestError: see ``read_source`` and ``CompletionRequest.decoder_prompts``.
+    """
+    if body.begins_document:
+        raise InvalidRequestError("The prompt is missing: it is the source.", param="prompt")
+    prompts = body.prompts()
+    decoders = body.decoder_prompts(len(prompts))
+    is_left = "truncation_side" in body.model_fields_set and body.truncation_side == "left"
+    form = SourceForm(
+        src_lang=body.src_lang,
+        tgt_lang=body.tgt_lang,
+        truncate=body.truncate_prompt_tokens,
+        from_left=is_left,
+        add_special_tokens=body.add_special_tokens,
+    )
+
+    def encode() -> list[Prompt]:
+        pairs = zip(prompts, decoders, strict=True)
+        read = [read_source(prompt, model, form, decoder) for prompt, decoder in pairs]
+        return [Prompt(each.text, each.token_ids, each.inputs) for each in read]
+
+    length = sum(len(each) for each in (*prompts, *decoders) if each is not None)
+    return await maybe_in_thread(encode, length)
 
 
 def _empty_document(tokenizer: Tokenizer) -> Prompt:

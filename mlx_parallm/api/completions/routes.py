@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import Response
 
 from mlx_parallm.api.completions.answer import CompletionAnswer
-from mlx_parallm.api.completions.request import FIELDS, completion_requests
+from mlx_parallm.api.completions.request import completion_requests, fields_of
 from mlx_parallm.api.completions.schema import CompletionRequest
 from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.openapi import CHAT
@@ -20,11 +20,11 @@ routes = Routes(CHAT, body_limit=INPUT, short=True, in_any_process=True)
 @routes.post("/v1/completions", batchable=True, responses=STREAMED)
 async def create_completion(body: CompletionRequest, prelude: PreludeDep) -> Response:
     """Continue one prompt or several."""
-    admitted = await prelude.admit(body.model, n=body.n)
+    admitted = await prelude.admit(body.model, n=body.n, takes_sources=True)
     answer_id = f"cmpl-{body.request_id or prelude.answer_id}"
     requests, prompts = await completion_requests(
         body, prelude, admitted.model, answer_id=answer_id
     )
     answer = CompletionAnswer(body, admitted, answer_id, prompts)
-    generation = await admitted.start(requests, FIELDS)
+    generation = await admitted.start(requests, fields_of(admitted.model))
     return await respond(prelude, generation, answer, stream=body.stream)

@@ -13,6 +13,7 @@ from mlx_parallm.types.errors import InvalidRequestError
 DEFAULT_MAX_TOKENS = 16
 # IMAGES: where other routes and programs have images. An answer without them would mislead.
 IMAGES = ("image_data", "images", "multi_modal_data")
+SOURCE_FIELDS = ("decoder_prompt", "decoder_input_ids", "src_lang", "tgt_lang")
 
 
 class CompletionRequest(GenerationRequest):
@@ -22,7 +23,7 @@ class CompletionRequest(GenerationRequest):
         "",
         description="A text, several texts, token ids, or several lists of token ids; it may be "
         "absent or empty beside prompt_embeds. Absent without them, the answer is the beginning of "
-        "a document.",
+        "a document. An encoder-decoder reads it as the source.",
     )
     prompt_embeds: StrictStr | PromptTexts | None = Field(
         None,
@@ -30,7 +31,11 @@ class CompletionRequest(GenerationRequest):
         "those of prompt: a safetensors or .npy file of [rows, width] in base64. Needs "
         "--enable-prompt-embeds.",
     )
-    max_tokens: StrictInt = Field(DEFAULT_MAX_TOKENS, ge=0, description="0 scores with echo.")
+    max_tokens: StrictInt = Field(
+        DEFAULT_MAX_TOKENS,
+        ge=0,
+        description="0 scores with echo. An encoder-decoder's default is its files' max_length.",
+    )
     logprobs: StrictBool | Annotated[StrictInt, Field(ge=-1)] | None = Field(
         None, description="Alternatives per token; true is 1, -1 all."
     )
@@ -41,6 +46,19 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: StrictBool = Field(
         True, description="Tokenise texts with the model's special tokens, such as BOS."
     )
+
+    decoder_prompt: StrictStr | PromptTexts | None = Field(
+        None,
+        description="Of an encoder-decoder, whose source is prompt: what its output goes on from, "
+        "one text or as many as prompts.",
+    )
+    decoder_input_ids: Ids | PromptIds | None = Field(
+        None, description="The same as token ids, the start token included."
+    )
+    src_lang: StrictStr | None = Field(
+        None, description="The language of the source, where the model knows several."
+    )
+    tgt_lang: StrictStr | None = Field(None, description="The language to translate to.")
 
     def check_supported(self) -> None:
         """Refuse what this server does not honour yet, by name.
@@ -79,6 +97,45 @@ class CompletionRequest(GenerationRequest):
         if self.logprobs is None or self.logprobs is False:
             return 0 if self.logprob_token_ids else None
         return int(self.logprobs)
+
+    def check_sources(self, *, takes_sources: bool) -> None:
+        """Refuse fields that the model has no use for.
+
+        Raises:
+            InvalidRequestError: an encoder-decoder gets a suffix or rows, or another model gets
+                what is for decoders of sources.
+        """
+        names = ("suffix", "prompt_embeds") if takes_sources else SOURCE_FIELDS
+        of = "an encoder-decoder" if takes_sources else "a model without an encoder"
+        for name in names:
+            if getattr(self, name):
+                raise InvalidRequestError(
+                    f"{name} is not for {of}.", param=name, code="unsupported_parameter"
+                )
+
+    def decoder_prompts(self, num_prompts: int) -> list[str | list[int] | None]:
+        """Return what the decoder begins with after each source; None: the model's own beginning.
+
+        Raises:
+            InvalidRequestError: both fields are there, or they are neither one nor as many as
+                prompts.
+        """
+        if self.decoder_prompt is not None and self.decoder_input_ids is not None:
+            raise InvalidRequestError(
+                "Give decoder_prompt or decoder_input_ids.", param="decoder_input_ids"
+            )
+        by_text = self.decoder_prompt is not None
+        field = self.decoder_prompt if by_text else self.decoder_input_ids
+        if field is None or isinstance(field, str):
+            return [field] * num_prompts
+        if not by_text and not any(isinstance(each, list) for each in field):
+            return [field] * num_prompts  # type: ignore[list-item]
+        if len(field) != num_prompts:
+            name = "decoder_prompt" if by_text else "decoder_input_ids"
+            raise InvalidRequestError(
+                f"{name} has {len(field)} entries for {num_prompts} prompts.", param=name
+            )
+        return list(field)  # type: ignore[arg-type]
 
     def num_prompts(self) -> int:
         """Return how many prompts there are at most, without a look at each."""

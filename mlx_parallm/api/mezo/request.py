@@ -30,8 +30,9 @@ from mlx_parallm.api.mezo.schema import (
 )
 from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs
 from mlx_parallm.api.pooling.mlm.inputs import MASK, candidates_of, masked_inputs, num_masks
+from mlx_parallm.api.turns.prelude import refuse_sources
 from mlx_parallm.batch_jobs.service import BatchService
-from mlx_parallm.generation.kind import GENERATION
+from mlx_parallm.generation.kind import GENERATION, GenerationClient
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.kind import POOLING
 from mlx_parallm.pooling.model import PoolingModel
@@ -45,6 +46,8 @@ from mlx_parallm.types.pooling import PoolingInput, Task
 from mlx_parallm.types.training import FirstFactors, TrainableSpec
 
 DATA = "data"
+#: ``NOT_TRAINED``: why a model with an encoder has no session.
+NOT_TRAINED = "MeZO does not train"
 PURPOSE = "fine-tune"
 # DATA_FIELDS: fields of the body that say how data are read.
 DATA_FIELDS = ("data", "batch_size", "batches", "mode", "max_batch_tokens")
@@ -209,12 +212,17 @@ def task_of(objective: OfTexts) -> Task:
     return "mlm" if isinstance(objective, LabelWords) else "classify"
 
 
+def trainable(client: GenerationClient, name: str) -> GenerationModel:
+    """Return the model of this name; raise InvalidRequestError if it is an encoder-decoder."""
+    return refuse_sources(client.get_model(name), name, NOT_TRAINED)
+
+
 def model_of(
     name: str, objective: Measured, engine: EngineClient
 ) -> PoolingModel | GenerationModel:
     """Return the model of a session; raise as ``EngineClient`` does for a name of its kind."""
     if isinstance(objective, OfPrompts):
-        model: PoolingModel | GenerationModel = GENERATION.client(engine).get_model(name)
+        model: PoolingModel | GenerationModel = trainable(GENERATION.client(engine), name)
     else:
         model = POOLING.client(engine).get(name, task_of(objective))
     if model.parent is not None:
@@ -237,6 +245,8 @@ def base_of(name: str, engine: EngineClient) -> str:
         raise ModelLoadingError(name)
     if status.model.parent is not None:
         raise InvalidRequestError(f"{name} is an adapter; name its model.", param="model")
+    if isinstance(status.model, GenerationModel):
+        refuse_sources(status.model, name, NOT_TRAINED)
     return status.model.names[0]
 
 

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from mlx_parallm.api.files.service import LineSender
 from mlx_parallm.api.mezo.prompts import encoded_prompt
+from mlx_parallm.api.mezo.request import trainable
 from mlx_parallm.api.mezo.schema import CreateSession, Reward, Row
 from mlx_parallm.api.rl.judges import check_url
 from mlx_parallm.api.rl.routes import routes as rollouts
@@ -135,7 +136,7 @@ def check_reward(
         InvalidRequestError: the model does not generate or is an adapter, nobody judges or two do,
             or the server may not ask this verifier.
     """
-    model = GENERATION.client(engine).get_model(body.model)
+    model = trainable(GENERATION.client(engine), body.model)
     if model.parent is not None:
         raise InvalidRequestError(f"{body.model} is an adapter; name its model.", param="model")
     if (objective.verifier is None) == (objective.reward_model is None):

@@ -27,6 +27,7 @@ from mlx_parallm.api.responses.tools import ResponseTool, response_tools
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.prelude import Admitted, Prelude, PreludeDep, generator
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
+from mlx_parallm.api.turns.sources import num_prompt_tokens
 from mlx_parallm.api.turns.stream import NAMED_EVENTS, respond
 from mlx_parallm.api.turns.truncation import prepare_fitting
 from mlx_parallm.types.errors import InvalidRequestError
@@ -51,7 +52,7 @@ async def create_response(
     body.check_supported()
     if body.background and INTERNAL_CALLER in prelude.request.scope:
         raise InvalidRequestError("A batch is in the background already.", param="background")
-    admitted = await prelude.admit(body.model)
+    admitted = await prelude.admit(body.model, takes_sources=True)
     items = await prelude.on_body(lambda: responses.items(body, prelude.client))
     entry = responses.entry(
         body,
@@ -86,7 +87,7 @@ async def count_input_tokens(
 ) -> dict[str, Any]:
     """Count the tokens of an input; nothing is generated."""
     client = prelude.client
-    _, model = generator(prelude.engine, body.model)
+    _, model = generator(prelude.engine, body.model, takes_sources=True)
     items = await prelude.on_body(lambda: responses.items(body, client))
     num_bytes = len(await prelude.request.body())
     entry = responses.entry(body, items, response_id="", client=client, num_bytes=num_bytes)
@@ -97,7 +98,7 @@ async def count_input_tokens(
         )
         await prelude.check_texts(url for url, _ in placed_images(body.input))
         prompt = await render_turn(turn, model, limit=ANY_LENGTH, images=prelude.images)
-    return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+    return {"object": "response.input_tokens", "input_tokens": num_prompt_tokens(prompt)}
 
 
 @routes.get("/v1/responses/{response_id}", responses=STREAMED)

@@ -82,12 +82,14 @@ async def rl_capabilities(
     models = [
         _model(model, control.version(model.names[0]).label)
         for model in GENERATION.client(engine).models()
+        if not model.takes_sources
     ]
     reading = list(POOLING.client(engine).models())
     for info in control.adapters():
         status = POOLING.client(engine).find(info.name)
         if status is None:
-            models.append(_model(GENERATION.client(engine).get_model(info.name), info.version))
+            model = GENERATION.client(engine).get_model(info.name)
+            models += [] if model.takes_sources else [_model(model, info.version)]
         elif status.model is not None:
             reading.append(status.model)
     return RLCapabilities(

@@ -16,48 +16,71 @@ from mlx_parallm.api.turns.generation import Fields, Generation, named_by
 from mlx_parallm.api.turns.images import DATA, Images
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.admission import check_room
-from mlx_parallm.generation.kind import GENERATION
+from mlx_parallm.generation.kind import GENERATION, GenerationClient
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.kind import POOLING
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import RequestClient, TokenizingModel
-from mlx_parallm.types.errors import ModelNotFoundError, RequestTooLargeError
+from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, RequestTooLargeError
 from mlx_parallm.types.pooling import Task
 from mlx_parallm.types.request import GenerateRequest
 
 
 def generator(
-    engine: RequestClient, model: str | None, adapter: str | None = None, *, field: str = "adapter"
+    engine: RequestClient,
+    model: str | None,
+    adapter: str | None = None,
+    *,
+    field: str = "adapter",
+    takes_sources: bool = False,
 ) -> tuple[str, GenerationModel]:
     """Return the name for the answer, and the model or adapter that generates.
 
     An adapter is a name of its own, or belongs to the model that is given. Without either it is
-    the first model that generates.
+    the first model that generates and that the route serves.
 
     Args:
         engine: serves the models.
         model: the body's model.
         adapter: the body's adapter, where the route has such a field.
         field: what the body calls the adapter.
+        takes_sources: True if the route serves encoder-decoders too.
 
     Raises:
         ModelNotFoundError: nothing has this name; names the field.
-        InvalidRequestError: the name is a pooling model's, or no model generates.
+        InvalidRequestError: the name is a pooling model's or an encoder-decoder's, or no model
+            generates.
     """
-    if adapter is None:
-        chosen = (
-            GENERATION.client(engine).get_model(model)
-            if model is not None
-            else GENERATION.client(engine).first_model()
+    client = GENERATION.client(engine)
+    name = model if adapter is None else adapter if model is None else f"{model}:{adapter}"
+    if name is None:
+        chosen = _first(client, takes_sources=takes_sources)
+    else:
+        try:
+            chosen = client.get_model(name)
+        except ModelNotFoundError as error:
+            error.param = field if adapter is not None else error.param
+            raise
+    name = adapter or model or chosen.names[0]
+    if not takes_sources:
+        refuse_sources(chosen, name)
+    return name, chosen
+
+
+def _first(client: GenerationClient, *, takes_sources: bool) -> GenerationModel:
+    able = (model for model in client.models() if takes_sources or not model.takes_sources)
+    return next(able, None) or client.first_model()
+
+
+def refuse_sources(
+    model: GenerationModel, name: str, why: str = "is not served here; use /v1/completions"
+) -> GenerationModel:
+    """Return a model; raise InvalidRequestError if it is an encoder-decoder, which ``why``."""
+    if model.takes_sources:
+        raise InvalidRequestError(
+            f"{name} is an encoder-decoder, which {why}.", param="model", code="unsupported_model"
         )
-        return model or chosen.names[0], chosen
-    try:
-        return adapter, GENERATION.client(engine).get_model(
-            adapter if model is None else f"{model}:{adapter}"
-        )
-    except ModelNotFoundError as error:
-        error.param = field
-        raise
+    return model
 
 
 def tokenizing_model(engine: RequestClient, name: str | None) -> TokenizingModel:
@@ -67,7 +90,8 @@ def tokenizing_model(engine: RequestClient, name: str | None) -> TokenizingModel
         ModelNotFoundError: nothing has this name.
         InvalidRequestError: no model is served that reads tokens.
     """
-    return encoder_meant(engine, name, *get_args(Task)) or generator(engine, name)[1]
+    pooling = encoder_meant(engine, name, *get_args(Task))
+    return pooling or generator(engine, name, takes_sources=True)[1]
 
 
 def encoder_meant(engine: RequestClient, name: str | None, *tasks: Task) -> PoolingModel | None:
@@ -186,6 +210,7 @@ class Prelude:
         n: int = 1,
         num_prompts: int = 1,
         fields: Fields = NO_FIELDS,
+        takes_sources: bool = False,
     ) -> Admitted:
         """Choose the model that generates, and refuse what the queue has no room for.
 
@@ -195,6 +220,7 @@ class Prelude:
             n: samples of each prompt.
             num_prompts: prompts of the body.
             fields: what the body calls the engine's names.
+            takes_sources: see ``generator``.
 
         Raises:
             ModelNotFoundError: nothing has this name.
@@ -202,7 +228,7 @@ class Prelude:
                 the samples.
             OverloadedError: the queue is full.
         """
-        name, chosen = generator(self.engine, model, adapter)
+        name, chosen = generator(self.engine, model, adapter, takes_sources=takes_sources)
         return await self.admit_to(chosen, name, n=n, num_prompts=num_prompts, fields=fields)
 
     async def admit_to(

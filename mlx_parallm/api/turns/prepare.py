@@ -13,19 +13,27 @@ from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.images import Images, image_sources
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.samples import LazySequence
+from mlx_parallm.api.turns.sources import SourceForm, read_source, source_params
 from mlx_parallm.api.turns.stream import TurnStream
 from mlx_parallm.api.turns.tools import ToolMode
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar.spec import is_longer
 from mlx_parallm.images.latest_turn import SpecialTokens
-from mlx_parallm.images.prompt import Hide, ImagePrompt, Messages, image_prompt, text_prompt
+from mlx_parallm.images.prompt import (
+    Hide,
+    ImagePrompt,
+    Messages,
+    as_it_is,
+    image_prompt,
+    text_prompt,
+)
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import TurnParser
 from mlx_parallm.parsing.structured import ContentParser, ParserByStart, ParsersInTurn
 from mlx_parallm.parsing.turn import turn_parser
 from mlx_parallm.tokenizer.cut import cut_ids
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.model_input import num_image_tokens
+from mlx_parallm.types.model_input import num_image_tokens, num_source_tokens
 from mlx_parallm.types.request import GenerateRequest, SamplingParams, ThinkingBudget
 from mlx_parallm.types.token_limit import TokenLimit
 
@@ -70,7 +78,7 @@ class PreparedTurn:
         """Return the stream that takes in the engine's events."""
         return TurnStream(
             self.parsers(),
-            len(self.prompt_ids),
+            len(self.prompt_ids) + num_source_tokens(self.request.inputs),
             num_image_tokens=num_image_tokens(self.request.inputs),
             max_calls=None if self.turn.parallel_tool_calls else 1,
             stop_ids=self.turn.params.stop_token_ids,
@@ -121,12 +129,14 @@ async def prepare_turn(
             model cannot answer as it is asked to, or an image cannot be read.
         ContextLengthError: it is longer than the model's context.
     """
-    limit = prompt_limit(
-        turn.truncate,
-        turn.truncation_side,
-        max_tokens=turn.params.max_tokens,
-        max_model_len=model.info.max_model_len,
-    )
+    limit = None
+    if not model.takes_sources:
+        limit = prompt_limit(
+            turn.truncate,
+            turn.truncation_side,
+            max_tokens=turn.params.max_tokens,
+            max_model_len=model.info.max_model_len,
+        )
     prompt = await render_turn(turn, model, limit=limit, images=images, marks=model.turn_marks)
     rendered = prompt.text
     # A request may ask for thinking by the template's own name.
@@ -139,7 +149,7 @@ async def prepare_turn(
         inputs=prompt.inputs,
         turn_start=prompt.turn_start,
         answer_start=prompt.answer_start,
-        params=_params(turn, model, constraint, rendered),
+        params=_params(turn, model, constraint, prompt),
         priority=turn.priority,
         client=turn.client,
         cache_salt=turn.cache_salt,
@@ -180,6 +190,9 @@ async def render_turn(
     if sources and images is not None:
         return await _render_with_images(turn, model, images, limit, marks)
     tools = _tools(turn)
+    length = _length(turn.messages, tools)
+    if model.takes_sources:
+        return await maybe_in_thread(lambda: _source(turn, model, limit), length)
 
     def render() -> ImagePrompt:
         prompt = text_prompt(
@@ -196,7 +209,21 @@ async def render_turn(
         ids = cut_ids(ids, limit.most, from_left=limit.from_left)
         return ImagePrompt(model.tokenizer.decode(ids, skip_special_tokens=False), ids)
 
-    return await maybe_in_thread(render, _length(turn.messages, tools))
+    return await maybe_in_thread(render, length)
+
+
+def _source(turn: TurnRequest, model: GenerationModel, limit: TokenLimit | None) -> ImagePrompt:
+    """Return a conversation as the source of an encoder-decoder."""
+    messages = template_messages(turn.messages, id_length=model.call_id_length)
+    text = _text(turn, model, messages, as_it_is)
+    form = SourceForm(
+        truncate=turn.truncate,
+        from_left=turn.truncation_side == "left",
+        # The template writes them, as for decoders.
+        add_special_tokens=False,
+        param="messages",
+    )
+    return read_source(text, model, form, limit=limit)._replace(text=text)
 
 
 async def _render_with_images(
@@ -247,20 +274,25 @@ def _reasoning_format(turn: TurnRequest, model: GenerationModel) -> ReasoningFor
 
 
 def _params(
-    turn: TurnRequest, model: GenerationModel, constraint: Constraint, rendered: str
+    turn: TurnRequest, model: GenerationModel, constraint: Constraint, prompt: ImagePrompt
 ) -> SamplingParams:
     """Return the engine's parameters: the text has the tokens that its parser reads."""
     formats = [constraint.tool_format, _reasoning_format(turn, model)]
     forms = [form for form in formats if form is not None]
     markers = tuple(marker for form in forms for marker in form.markers)
-    return replace(
+    params = replace(
         turn.params,
         shown_token_ids=_ids(_tokens_in(markers, model.tokenizer.special_tokens), model),
         hidden_token_ids=_ids([marker for form in forms for marker in form.silent], model),
         grammar=constraint.grammar,
         stop_token_ids=_stop_ids(turn, model, constraint),
-        thinking_budget=_thinking_budget(turn, model, rendered),
+        thinking_budget=_thinking_budget(turn, model, prompt.text),
     )
+    if not model.takes_sources:
+        return params
+    named = ["max_tokens"] * (params.max_tokens is not None)
+    named += ["min_tokens"] * (params.min_tokens > 0)
+    return source_params(params, model, len(prompt.token_ids), named=named)
 
 
 @lru_cache(maxsize=256)
