@@ -11,10 +11,18 @@ from starlette.responses import JSONResponse
 from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.api.http.sse import STREAMED
 from mlx_parallm.api.pooling.answer import PoolingDep, PoolingPrelude
-from mlx_parallm.api.pooling.hf.schema import Job, TaskRequest
+from mlx_parallm.api.pooling.hf.generation import (
+    GENERATES,
+    encoder_decoder,
+    is_generating,
+    run_generation,
+)
+from mlx_parallm.api.pooling.hf.schema import Job, TaskParameters, TaskRequest
 from mlx_parallm.api.pooling.hf.tasks import TASKS, choose
 from mlx_parallm.api.turns.generation import unless_disconnected
+from mlx_parallm.api.turns.prelude import Prelude, PreludeDep
 
 routes = Routes(POOLING, body_limit=INPUT, in_any_process=True)
 
@@ -22,39 +30,49 @@ WARNINGS = "x-warnings"
 MAX_WARNING_CHARS = 1000
 
 
-@routes.post("/")
-async def run_task(body: TaskRequest, pooling: PoolingDep) -> Response:
+@routes.post("/", responses=STREAMED)
+async def run_task(body: TaskRequest, pooling: PoolingDep, prelude: PreludeDep) -> Response:
     """Do the task that the body implies, with the first model that can do it."""
-    return await _run(body, pooling, None, None)
+    return await _run(body, pooling, prelude)
 
 
-@routes.post("/models/{name:path}")
-async def run_task_of_model(name: str, body: TaskRequest, pooling: PoolingDep) -> Response:
+@routes.post("/models/{name:path}", responses=STREAMED)
+async def run_task_of_model(
+    name: str, body: TaskRequest, pooling: PoolingDep, prelude: PreludeDep
+) -> Response:
     """Do a task of this model; its name may end with ``/pipeline/{task}``."""
     before, marker, task = name.rpartition("/pipeline/")
-    if marker and task in TASKS:
-        return await _run(body, pooling, before, task)
-    return await _run(body, pooling, name, None)
+    if marker and (task in TASKS or is_generating(task)):
+        return await _run(body, pooling, prelude, before, task)
+    return await _run(body, pooling, prelude, name)
 
 
-@routes.post("/pipeline/{task}")
-async def run_named_task(task: str, body: TaskRequest, pooling: PoolingDep) -> Response:
+@routes.post("/pipeline/{task}", responses=STREAMED)
+async def run_named_task(
+    task: str, body: TaskRequest, pooling: PoolingDep, prelude: PreludeDep
+) -> Response:
     """Do this task, with the first model that can do it."""
-    return await _run(body, pooling, None, task)
+    return await _run(body, pooling, prelude, None, task)
 
 
-@routes.post("/pipeline/{task}/{name:path}")
+@routes.post("/pipeline/{task}/{name:path}", responses=STREAMED)
 async def run_named_task_of_model(
-    task: str, name: str, body: TaskRequest, pooling: PoolingDep
+    task: str, name: str, body: TaskRequest, pooling: PoolingDep, prelude: PreludeDep
 ) -> Response:
     """Do this task, with this model."""
-    return await _run(body, pooling, name, task)
+    return await _run(body, pooling, prelude, name, task)
 
 
 async def _run(
-    body: TaskRequest, pooling: PoolingPrelude, name: str | None, task: str | None
+    body: TaskRequest,
+    pooling: PoolingPrelude,
+    prelude: Prelude,
+    name: str | None = None,
+    task: str | None = None,
 ) -> Response:
     parameters = body.all_parameters()
+    if _generates(body, parameters, pooling, prelude, name, task):
+        return await run_generation(body, prelude, name, task)
     model, run = choose(pooling.client, body.inputs, parameters, name=name, task=task)
     job = Job(body.inputs, parameters, pooling.call(model, name, "task"))
 
@@ -67,6 +85,24 @@ async def _run(
         return response
 
     return await unless_disconnected(pooling.request, work())
+
+
+def _generates(
+    body: TaskRequest,
+    parameters: TaskParameters,
+    pooling: PoolingPrelude,
+    prelude: Prelude,
+    name: str | None,
+    task: str | None,
+) -> bool:
+    """True if a request is one of encoder-decoders, which come after pooling models."""
+    if task is not None:
+        return is_generating(task)
+    if encoder_decoder(prelude.engine, name) is None:
+        return False
+    if name is not None or body.stream or parameters.model_fields_set & GENERATES:
+        return True
+    return not pooling.client.models()
 
 
 def _plain(warnings: Iterable[str]) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.http.forms import OpenForm
 from mlx_parallm.api.pooling.encoded import ModelCall
+from mlx_parallm.api.pooling.hf.generation_schema import GenerationParameters
 from mlx_parallm.api.pooling.inputs.encode import Reading
 from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, Dimensions, PromptName, as_texts
 from mlx_parallm.types.errors import InvalidRequestError
@@ -17,9 +17,12 @@ MAX_TOP_K = 1000
 MAX_TARGETS = 10_000
 
 
-class TaskParameters(OpenForm):
+class TaskParameters(GenerationParameters):
     """Parameters of all tasks; each task reads its own."""
 
+    generate_parameters: GenerationParameters | None = Field(
+        None, description="Parameters of tasks that generate; they go before those beside it."
+    )
     top_k: StrictInt | None = Field(
         None, ge=1, le=MAX_TOP_K, description="How many of the best are reported."
     )
@@ -43,8 +46,8 @@ class TaskParameters(OpenForm):
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="Numbers, or the bytes of little-endian float32 in base64."
     )
-    truncate: StrictBool | None = Field(
-        None, description="Cut texts that are longer than the model takes."
+    truncate: StrictBool | Annotated[StrictInt, Field(ge=1)] | None = Field(
+        None, description="Cut texts that are longer than the model takes, or than so many tokens."
     )
     truncation_direction: Literal["left", "right", "Left", "Right"] | None = Field(
         None, description="The end of a text at which it is cut."
@@ -53,7 +56,9 @@ class TaskParameters(OpenForm):
     def reading(self, param: str) -> Reading:
         """Return how the inputs in this field of the body are read."""
         is_left = (self.truncation_direction or "").lower() == "left"
-        return Reading(truncate=-1 if self.truncate else None, from_left=is_left, param=param)
+        # True is a number too.
+        cut = -1 if self.truncate is True else self.truncate or None
+        return Reading(truncate=cut, from_left=is_left, param=param)
 
 
 class TaskRequest(TaskParameters):
@@ -62,12 +67,17 @@ class TaskRequest(TaskParameters):
     inputs: Any = Field(description="A text, several, or what else the task takes.")
     parameters: TaskParameters | None = Field(None, description="Of the task.")
     options: dict[str, Any] = Field(default_factory=dict, description="Not read.")
+    stream: StrictBool = Field(
+        False, description="Answer by TGI's server-sent events; of tasks that generate."
+    )
 
     def all_parameters(self) -> TaskParameters:
-        """Return the fields of ``parameters``, and those beside ``inputs``."""
+        """Return the fields of ``parameters``, those beside ``inputs``, and those within both."""
         beside = self.model_dump(include={*TaskParameters.model_fields}, exclude_unset=True)
         within = {} if self.parameters is None else self.parameters.model_dump(exclude_unset=True)
-        return TaskParameters.model_validate({**beside, **within})
+        merged = {**beside, **within}
+        nested: dict[str, Any] = merged.pop("generate_parameters", {})
+        return TaskParameters.model_validate({**merged, **nested})
 
 
 @dataclass(frozen=True, slots=True)

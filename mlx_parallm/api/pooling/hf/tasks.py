@@ -11,6 +11,7 @@ import numpy as np
 from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.pooling.encoded import ModelCall
 from mlx_parallm.api.pooling.hf.entities import LabelledTokens, entities
+from mlx_parallm.api.pooling.hf.generation import KEYS
 from mlx_parallm.api.pooling.hf.schema import Job, TaskParameters
 from mlx_parallm.api.pooling.inputs.encode import Reading, pair_inputs, single_inputs, text_limit
 from mlx_parallm.api.pooling.inputs.request import prompted_inputs
@@ -258,7 +259,8 @@ def choose(
         default = next(DEFAULTS[each] for each in model.info.tasks if each in DEFAULTS)
         return model, TASKS[default][1]
     if task not in TASKS:
-        raise InvalidRequestError(f"The task must be one of {', '.join(TASKS)}.", param="task")
+        known = ", ".join((*TASKS, *KEYS))
+        raise InvalidRequestError(f"The task must be one of {known}.", param="task")
     needed, run = TASKS[task]
     return client.get(name, needed), run
 
