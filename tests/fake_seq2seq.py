@@ -58,7 +58,7 @@ class SourceBytes(ByteTokenizer):
 
 
 class TemplatedBytes(SourceBytes):
-    """The same with a chat template."""
+    """Such bytes with a chat template."""
 
     has_chat_template = True
 

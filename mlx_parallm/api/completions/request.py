@@ -32,8 +32,8 @@ class Prompt(NamedTuple):
     """A prompt of the body.
 
     Attributes:
-        text: the prompt as text, which only ``echo`` needs; "" if it did not come as one. Of an
-            encoder-decoder: what the decoder begins with.
+        text: the prompt as text, which only ``echo`` needs; "" if it did not come as one. For
+            an encoder-decoder, what the decoder begins with.
         ids: its tokens; ``INPUT_TOKEN`` for rows.
         inputs: its rows, if it came as such, or its source.
     """

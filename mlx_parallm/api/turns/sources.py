@@ -25,7 +25,7 @@ DECODER_IDS = "decoder_input_ids"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceForm:
-    """How a request has its sources read.
+    """Settings for reading a request's sources.
 
     Attributes:
         src_lang: the language of the sources.

@@ -36,7 +36,7 @@ NEUTRAL: Mapping[str, Any] = {
 
 
 class GenerationParameters(OpenForm):
-    """How texts are generated; what is absent is as the model's files say."""
+    """Parameters of generated texts; an absent one is as the model's files say."""
 
     src_lang: StrictStr | None = Field(None, description="The language of the source.")
     tgt_lang: StrictStr | None = Field(None, description="The language to translate to.")

@@ -126,10 +126,10 @@ def test_the_keys_of_an_answer_are_those_of_the_task(engine: FakeSeq2Seq, url: s
     every = [dict.fromkeys(("translation_text", "summary_text", "generated_text"), "hello")]
     assert ask(url, "/", {"inputs": "hi"}) == every
     assert ask(url, f"/models/{NAME}", {"inputs": "hi"}) == every
-    one = {"text2text-generation": "generated_text", "text-generation": "generated_text"}
-    one |= {"translation": "translation_text", "summarization": "summary_text"}
-    one |= {"translation_en_to_de": "translation_text"}
-    for task, key in one.items():
+    keys = {"text2text-generation": "generated_text", "text-generation": "generated_text"}
+    keys |= {"translation": "translation_text", "summarization": "summary_text"}
+    keys |= {"translation_en_to_de": "translation_text"}
+    for task, key in keys.items():
         for path in (f"/pipeline/{task}", f"/pipeline/{task}/{NAME}"):
             assert ask(url, path, {"inputs": "hi"}) == [{key: "hello"}]
         path = f"/models/{NAME}/pipeline/{task}"
@@ -137,12 +137,12 @@ def test_the_keys_of_an_answer_are_those_of_the_task(engine: FakeSeq2Seq, url: s
 
 
 def test_several_sources_and_several_texts(engine: FakeSeq2Seq, url: str) -> None:
-    one = {"generated_text": "hello"}
+    text = {"generated_text": "hello"}
     path = "/pipeline/text2text-generation"
-    assert ask(url, path, {"inputs": ["a", "b"]}) == [one, one]
+    assert ask(url, path, {"inputs": ["a", "b"]}) == [text, text]
     two = {"num_return_sequences": 2}
-    assert ask(url, path, {"inputs": "a", "parameters": two}) == [one, one]
-    assert ask(url, path, {"inputs": ["a"], "parameters": two}) == [[one, one]]
+    assert ask(url, path, {"inputs": "a", "parameters": two}) == [text, text]
+    assert ask(url, path, {"inputs": ["a"], "parameters": two}) == [[text, text]]
     assert taken(engine).params.n == 1
 
 
