@@ -100,6 +100,7 @@ class SchedulerHarness:
         seconds_of: Callable[[ScheduledBatch], float] = lambda batch: 1e-3 * batch.num_tokens,
         speculative: SpeculativeConfig | None = None,
         num_tower_stages: int = 1,
+        has_sources: bool = False,
         stores: Sequence[BlockStore] = (),
         lasting: str | None = "digest",
         num_snapshots: int = 3,
@@ -153,6 +154,7 @@ class SchedulerHarness:
             snapshot_tokens=snapshot_tokens,
             speculative=speculative,
             num_tower_stages=num_tower_stages,
+            has_sources=has_sources,
         )
         self.runs_ahead = runs_ahead
         self.seconds_of = seconds_of

@@ -48,6 +48,10 @@ class AdapterSlots:
         """Running sequences of an adapter."""
         return self._users[content]
 
+    def slot_of(self, content: str) -> int:
+        """Return the slot of an adapter that running sequences use."""
+        return self._slots[content]
+
     def pin(self, contents: Collection[str]) -> None:
         """Pin these adapters, and no others."""
         self._pinned = frozenset(contents)

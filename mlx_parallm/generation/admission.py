@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
-from mlx_parallm.types.model_input import InputKind, ModelInput
+from mlx_parallm.types.model_input import InputKind, ModelInput, num_source_tokens, tokens_of
 from mlx_parallm.types.request import ALL_TOKENS, GenerateRequest
 from mlx_parallm.types.step import RunnerInfo
 
@@ -49,7 +50,7 @@ def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
             raise InvalidRequestError(f"{name} exceeds the vocabulary.", param=name)
     _check_prompt_logprobs(len(request.prompt_ids), params.prompt_logprobs, info.vocab_size)
     check_length(len(request.prompt_ids), params.max_tokens, info.max_model_len)
-    if request.inputs:
+    if request.inputs or InputKind.SOURCE in info.input_kinds:
         _check_inputs(request, info)
     _check_min_tokens(params.min_tokens, info.max_model_len - len(request.prompt_ids))
 
@@ -61,6 +62,9 @@ def _check_inputs(request: GenerateRequest, info: RunnerInfo) -> None:
         raise InvalidRequestError(
             "prompt_logprobs needs a prompt of tokens.", param="prompt_logprobs"
         )
+    num_sources = sum(each.kind is InputKind.SOURCE for each in request.inputs)
+    if num_sources > 1 or (InputKind.SOURCE in info.input_kinds and not num_sources):
+        raise InvalidRequestError("A request to this model has one source.", param="prompt")
     end = 0
     for each in sorted(request.inputs, key=lambda item: item.span.start if item.span else 0):
         _check_input(each, info)
@@ -79,9 +83,19 @@ def _check_input(each: ModelInput, info: RunnerInfo) -> None:
     name = each.kind.value
     if each.kind not in info.input_kinds:
         raise InvalidRequestError(f"This model does not take {name}.", param=name)
-    if each.span is None:
+    is_source = each.kind is InputKind.SOURCE
+    if is_source != (each.span is None) or is_source != (each.num_kv_tokens > 0):
         raise InvalidRequestError(f"This model does not take such {name}.", param=name)
-    if each.kind is not InputKind.PROMPT_EMBEDS:
+    if each.num_kv_tokens > info.max_source_len:
+        raise ContextLengthError(
+            info.max_source_len,
+            f"However, the source has {each.num_kv_tokens} tokens. Please shorten it, or set "
+            "truncate_prompt_tokens.",
+            param="prompt",
+        )
+    if is_source:
+        _check_ids("prompt", tokens_of(each), info.vocab_size)
+    if each.kind is not InputKind.PROMPT_EMBEDS or each.span is None:
         return
     shape = each.arrays["rows"].shape
     if shape != (len(each.span), info.input_width):
@@ -89,6 +103,55 @@ def _check_input(each: ModelInput, info: RunnerInfo) -> None:
             f"{name} has the shape {list(shape)}; this model takes rows of {info.input_width}.",
             param=name,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRoom:
+    """What bounds a request besides its model.
+
+    Attributes:
+        max_len: longest sequence, in tokens; at most what the pool holds.
+        num_blocks: KV blocks of the pool.
+        block_size: tokens per block.
+        token_budget: most tokens of a step.
+    """
+
+    max_len: int
+    num_blocks: int
+    block_size: int
+    token_budget: int
+
+
+def fitted(request: GenerateRequest, room: StepRoom) -> GenerateRequest:
+    """Return a request that can end: one that has all blocks never needs another.
+
+    Without a ``max_tokens``, that of a request with a source is what the source leaves of the pool.
+
+    Raises:
+        ContextLengthError: the prompt and the output, beside the source, exceed the context or the
+            pool.
+        InvalidRequestError: no step can hold the rows of an input that must not be cut.
+    """
+    for each in request.inputs:
+        if each.span and not each.may_cut and len(each.span) > room.token_budget:
+            raise InvalidRequestError(
+                f"An input has {len(each.span)} rows, which one step must hold; this server's "
+                f"steps have {room.token_budget} tokens (--max-num-batched-tokens).",
+                param=each.kind.value,
+            )
+    prompt_len, max_tokens = len(request.prompt_ids), request.params.max_tokens
+    needed = prompt_len + (1 if max_tokens is None else max_tokens)
+    source_len = num_source_tokens(request.inputs)
+    left = (room.num_blocks - -(-source_len // room.block_size)) * room.block_size
+    longest = min(room.max_len, left)
+    if needed > longest:
+        detail = f"However, {needed} tokens were requested, prompt and completion together."
+        if source_len:
+            detail += f" The source has {source_len}, beside which the KV pool holds {left}."
+        raise ContextLengthError(room.max_len, detail)
+    if not source_len or max_tokens is not None:
+        return request
+    return replace(request, params=replace(request.params, max_tokens=longest - prompt_len))
 
 
 def check_room(num_prompts: int, n: int, max_waiting: int) -> None:

@@ -408,6 +408,7 @@ def _engine(
         snapshot_tokens=settings.cache.state_snapshot_tokens,
         speculative=speculative_for(settings.speculative, info, name),
         num_tower_stages=info.num_tower_stages,
+        has_sources=InputKind.SOURCE in info.input_kinds,
     )
     policies = Policies(
         model=name,

@@ -22,11 +22,12 @@ class Speculation:
     accepted ends it.
     """
 
-    def __init__(self, config: SpeculativeConfig) -> None:
+    def __init__(self, config: SpeculativeConfig, source: Sequence[int] = ()) -> None:
+        """``source``: tokens that the sequence may copy, besides its own."""
         # None if a draft model proposes: it chooses the tokens in the step that verifies them.
         self._index: NgramIndex | None = None
         if config.model is None:
-            self._index = NgramIndex(config.prompt_lookup_min, config.prompt_lookup_max)
+            self._index = NgramIndex(config.prompt_lookup_min, config.prompt_lookup_max, source)
         self._pause = 1
         self._resume_at = 0
         self._was_awaited = False
@@ -86,7 +87,10 @@ class NgramIndex:
     entry, whatever the lengths that may match.
     """
 
-    def __init__(self, shortest: int, longest: int) -> None:
+    def __init__(self, shortest: int, longest: int, source: Sequence[int] = ()) -> None:
+        """``source``: tokens before the sequence, where its n-grams are looked up too."""
+        self._source = tuple(source)
+        self._text: list[int] = list(self._source)
         self._shortest = shortest
         self._longest = longest
         # By n-gram, the end of its latest place: the position of the token that followed.
@@ -101,6 +105,9 @@ class NgramIndex:
             token_ids: the sequence; since the last call, tokens may only have been added.
             most: how many tokens to return, if any.
         """
+        if self._source:
+            self._text += token_ids[len(self._text) - len(self._source) :]
+            token_ids = self._text
         self._index(token_ids)
         length = len(token_ids)
         if length <= self._shortest or len(self._before) < length - self._shortest:

@@ -108,6 +108,12 @@ def source_of(token_ids: Sequence[int]) -> ModelInput:
     )
 
 
+def tokens_of(source: ModelInput) -> Sequence[int]:
+    """Return the tokens of a source text; none if it is no text."""
+    found = source.arrays.get(TOKEN_IDS)
+    return () if found is None else memoryview(found.data).cast("i")
+
+
 def num_source_tokens(inputs: Iterable[ModelInput]) -> int:
     """Return the number of positions that sources have."""
     return sum(each.num_kv_tokens for each in inputs)

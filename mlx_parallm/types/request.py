@@ -426,16 +426,22 @@ class GenerateRequest:
     def work(self) -> RequestWork:
         """Return what the request asks of an engine."""
         # An input that costs something is computed besides its rows, unless it is kept.
-        costly = [(hash((each.kind, each.content)),) * each.cost for each in self.inputs]
+        costly = [
+            (each, (hash((each.kind, each.content)),) * each.cost)
+            for each in self.inputs
+            if each.cost
+        ]
+        # The KV of a source is kept as that of tokens is, but no prompt continues a part of it.
+        sources = [token for each, tokens in costly if each.num_kv_tokens for token in tokens]
         return RequestWork(
-            num_tokens=len(self.prompt_ids) + sum(map(len, costly)),
+            num_tokens=len(self.prompt_ids) + sum(len(tokens) for _, tokens in costly),
             num_samples=self.params.num_sequences,
             max_output=self.params.max_tokens,
-            prefix=self._meanings(),
+            prefix=[*sources, *self._meanings()] if sources else self._meanings(),
             turn_start=self.turn_start,
             answer_start=self.answer_start,
             model=self.model,
-            inputs=[each for each in costly if each],
+            inputs=[tokens for each, tokens in costly if not each.num_kv_tokens],
             cache_key=(
                 *(self.model, self.adapter, self.scope, self.cache_salt, self.extra_key),
                 *(each.content for each in self.inputs if each.span is None),

@@ -1,22 +1,23 @@
-"""Which products of inputs are kept on the device, and in which slot."""
+"""Which features of inputs are kept on the device, and in which slot."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, MutableMapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Any, Protocol
 
-from mlx_parallm.types.model_input import InputKind, ModelInput
+from mlx_parallm.types.model_input import InputKind, ModelInput, SourcePlace
 
 
 @dataclass(slots=True, eq=False)
 class Product:
-    """The features or rows that are computed of an input.
+    """The rows, features or KV that are computed of an input.
 
     Attributes:
         source: the input; without its arrays once its computation began.
-        slot: where the worker keeps the product.
+        slot: where the worker keeps features; the number of the product, if it is KV.
         num_users: how many sequences need it now.
         is_ready: True if steps may name it: it is computed before them.
     """
@@ -27,8 +28,43 @@ class Product:
     is_ready: bool = False
 
 
+class ProductCache(Protocol):
+    """Keeps products of one kind, for ``InputRuns``, which computes them.
+
+    Attributes:
+        waiting: products that nothing was computed of, in the order in which they are needed.
+    """
+
+    @property
+    def waiting(self) -> MutableMapping[int, Any]:
+        """The products that wait, by slot; those whose computation begins are taken out."""
+        ...
+
+    def places(self, products: Iterable[Product]) -> tuple[SourcePlace, ...]:
+        """Return where KV of products goes, one for each; empty for features."""
+        ...
+
+    def finish(self, products: Iterable[Product]) -> None:
+        """Note that the step that is being planned computes the last stage of these."""
+        ...
+
+    def take_dropped(self) -> tuple[int, ...]:
+        """Return the slots whose product the worker must drop; the caller passes them on."""
+        ...
+
+    def drop_unused(self, products: Iterable[Product]) -> None:
+        """Drop those of some products that have no users."""
+        ...
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """Drop products that may not have been computed, because a step failed."""
+        ...
+
+
 class InputCache:
     """Maps the content of inputs to slots, counts their users, and evicts unused ones.
+
+    Implements ``ProductCache``.
 
     An unused product stays until its memory is needed: the least recently used one goes first.
     ``InputRuns`` computes those that wait.
@@ -89,13 +125,21 @@ class InputCache:
             if slot in self.waiting and not entry.num_users and not entry.is_ready:
                 self._drop(key)
 
+    def places(self, products: Iterable[Product]) -> tuple[SourcePlace, ...]:
+        """See ``ProductCache``."""
+        del products
+        return ()
+
+    def finish(self, products: Iterable[Product]) -> None:
+        """See ``ProductCache``."""
+
     def take_dropped(self) -> tuple[int, ...]:
-        """Return the slots whose product the worker must drop; the caller passes them on."""
+        """See ``ProductCache``."""
         dropped, self._dropped = tuple(sorted(self._dropped)), set()
         return dropped
 
     def drop_unused(self, products: Iterable[Product]) -> None:
-        """Drop those of some products that have no users."""
+        """See ``ProductCache``."""
         for product in products:
             key = self._keys.get(product.slot)
             if key is not None and self._entries[key] is product and not product.num_users:
@@ -107,7 +151,7 @@ class InputCache:
             self._drop(key)
 
     def forget(self, slots: Iterable[int]) -> None:
-        """Drop products that may not have been computed, because a step failed."""
+        """See ``ProductCache``."""
         for slot in slots:
             key = self._keys.get(slot)
             if key is None:

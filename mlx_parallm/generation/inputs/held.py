@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from mlx_parallm.generation.inputs.cache import InputCache
 from mlx_parallm.generation.inputs.prompt_inputs import PromptInputs
@@ -13,9 +14,58 @@ from mlx_parallm.types.step import SourceTable
 ProductKey = tuple[bytes, str, str]
 
 
+class Held(Protocol):
+    """What a running sequence holds of its inputs besides tokens."""
+
+    @property
+    def source(self) -> SourceTable | None:
+        """The KV that every row attends to; None without a source."""
+        ...
+
+    @property
+    def num_cached(self) -> int:
+        """Return the tokens of sources whose KV was found."""
+        ...
+
+    @property
+    def num_held(self) -> int:
+        """Return the number of products that it counts as a user of."""
+        ...
+
+    def acquire(self, start: int, stop: int) -> int:
+        """Acquire what rows ``start`` to ``stop - 1`` need, up to the first product not computed.
+
+        Returns:
+            The end of the rows that have their products, at most ``stop``.
+        """
+        ...
+
+    def is_awaited(self, position: int) -> bool:
+        """See ``Arrival``: the row needs a product that is not computed."""
+        ...
+
+    def rows(self, start: int, stop: int) -> tuple[InputRows, ...]:
+        """Return the rows of inputs that a step of positions ``start`` to ``stop - 1`` runs."""
+        ...
+
+    def pass_rows(self, start: int) -> None:
+        """Release what no row from ``start`` on needs soon."""
+        ...
+
+    def has_any(self, slots: set[int]) -> bool:
+        """Return True if it holds a product in one of these slots."""
+        ...
+
+    def release(self) -> None:
+        """Release all products: the sequence runs no more."""
+        ...
+
+
 @dataclass(slots=True)
 class HeldInputs:
-    """The products that one running sequence holds, from the step that needs them first.
+    """The rows and features that one running sequence holds, from the step that needs them first.
+
+    Implements ``Held``.
 
     Attributes:
         cache: keeps the products.
@@ -23,7 +73,6 @@ class HeldInputs:
         scope: part of every product's key: whose requests may find it, and the weights.
         slots: of the held products.
         position: of the row after those that steps were given.
-        source: the KV that every row attends to; None without one.
     """
 
     cache: InputCache
@@ -31,7 +80,25 @@ class HeldInputs:
     scope: bytes
     slots: dict[ProductKey, int] = field(default_factory=dict[ProductKey, int])
     position: int = 0
-    source: SourceTable | None = None
+
+    @property
+    def source(self) -> SourceTable | None:
+        """See ``Held``."""
+        return None
+
+    @property
+    def num_cached(self) -> int:
+        """See ``Held``."""
+        return 0
+
+    @property
+    def num_held(self) -> int:
+        """See ``Held``."""
+        return len(self.slots)
+
+    def has_any(self, slots: set[int]) -> bool:
+        """See ``Held``."""
+        return not slots.isdisjoint(self.slots.values())
 
     def acquire(self, start: int, stop: int) -> int:
         """Acquire what rows ``start`` to ``stop - 1`` need, up to the first product not computed.

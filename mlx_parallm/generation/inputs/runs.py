@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import count
 
-from mlx_parallm.generation.inputs.cache import InputCache, Product
+from mlx_parallm.generation.inputs.cache import Product, ProductCache
 from mlx_parallm.types.model_input import InputKind, InputStages, without_arrays
 from mlx_parallm.types.step import NO_MOVES, Moves
 
@@ -94,11 +94,13 @@ class InputRuns:
 
     Attributes:
         num_images_computed: how often the computation of an image's features was begun.
+        num_sources_computed: likewise of a source.
     """
 
-    def __init__(self, cache: InputCache, num_stages: int = 1) -> None:
-        """``num_stages`` are those of an image; other inputs have one."""
+    def __init__(self, cache: ProductCache, num_stages: int = 1) -> None:
+        """``num_stages`` are those of an image or a source; other inputs have one."""
         self.num_images_computed = 0
+        self.num_sources_computed = 0
         self._cache = cache
         self._num_stages = num_stages
         self._numbers = count()
@@ -142,6 +144,7 @@ class InputRuns:
             if not run.num_left:
                 self._current = None
                 self._finished += run.products
+                self._cache.finish(run.products)
                 if allowance.is_whole:
                     has_ready = True
                     self.settle()
@@ -213,22 +216,25 @@ class InputRuns:
         for product in products:
             del self._cache.waiting[product.slot]
             self.num_images_computed += product.source.kind is InputKind.IMAGE
+            self.num_sources_computed += product.source.kind is InputKind.SOURCE
         cost = sum(product.source.cost for product in products)
         number = self._stages_of(products[0])
         return _Run(next(self._numbers), products, cost, number, number)
 
     def _stages_of(self, product: Product) -> int:
-        return self._num_stages if product.source.kind is InputKind.IMAGE else 1
+        return 1 if product.source.kind is InputKind.PROMPT_EMBEDS else self._num_stages
 
     def _plan(self, run: _Run, number: int) -> None:
         """Plan stages of a run for the next step."""
         earlier = self._stages.get(run.number)
         is_new = run.num_left == run.num_stages
         begun = tuple(each.source for each in run.products) if is_new else ()
+        places = self._cache.places(run.products) if is_new else ()
         self._stages[run.number] = InputStages(
             run=run.number,
             slots=tuple(product.slot for product in run.products),
             begun=begun if earlier is None else earlier.begun,
+            places=places if earlier is None else earlier.places,
             num_stages=number + (0 if earlier is None else earlier.num_stages),
             is_last=run.num_left == number,
             tokens=run.cost * number / run.num_stages + (0 if earlier is None else earlier.tokens),

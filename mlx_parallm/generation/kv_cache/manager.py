@@ -17,6 +17,8 @@ from mlx_parallm.types.content import block_hash, root_hash
 
 # UNFINDABLE: a table with this generation is in no generation of the prefix cache.
 UNFINDABLE = -1
+# SOURCE begins the salts of sources, so that no prompt has their roots.
+SOURCE = b"source "
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,54 @@ class KVCacheManager:
         del matched[num_whole:], table.hashes[num_whole:]
         table.num_cached = tail.num_tokens if tail and last else num_whole * self.block_size
         return self._own(table, [*matched, *last])
+
+    def source_table(
+        self,
+        salt: bytes,
+        num_tokens: int,
+        room: int,
+        *,
+        lasting_salt: bytes | None = None,
+        is_cached: bool = True,
+    ) -> BlockTable | None:
+        """Return the table of a source: the cached blocks if all are cached, otherwise new ones.
+
+        Nothing of it is findable before ``commit_source``. Its blocks form a chain as those of a
+        prompt do, under a root that stands for the whole source.
+
+        Args:
+            salt: what the KV depends on, the source included.
+            num_tokens: positions of the source.
+            room: most blocks to allocate; None is returned if it takes more.
+            lasting_salt: see ``new_table``.
+            is_cached: False if no other request may find it.
+        """
+        places = self._source_places(num_tokens)
+        lasting = None if lasting_salt is None else SOURCE + lasting_salt
+        table = self.new_table(places, SOURCE + salt, use_cache=is_cached, lasting_salt=lasting)
+        if not is_cached:
+            self.withhold(table)
+        count = self.blocks_for(num_tokens)
+        if len(table.blocks) == count:
+            return table
+        self.free(table, is_saved=False)
+        blocks = self._allocate(count) if count <= room else None
+        if blocks is None:
+            return None
+        table.append(blocks)
+        return table
+
+    def commit_source(self, table: BlockTable) -> None:
+        """Make the blocks of a computed source findable."""
+        num_tokens = len(table.blocks) * self.block_size
+        self.commit(table, self._source_places(num_tokens), num_tokens)
+
+    def _source_places(self, num_tokens: int) -> range:
+        """Return what stands for the tokens of a source's blocks, and one more.
+
+        The last block counts as full: it is used whole, as all of the source is.
+        """
+        return range(self.blocks_for(num_tokens) * self.block_size + 1)
 
     def _match(self, table: BlockTable, token_ids: Sequence[int]) -> list[int | None]:
         """Return the blocks of the longest cached chain, whose hashes are added to the table.

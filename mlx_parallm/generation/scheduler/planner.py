@@ -7,13 +7,13 @@ import math
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.engine.turns import TARGET_SHARE
 from mlx_parallm.generation.inputs.runs import StageAllowance
-from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.restore import Restorer
 from mlx_parallm.generation.scheduler.running import ClientShares, RunningSet
 from mlx_parallm.generation.scheduler.sequence import Sequence
 from mlx_parallm.generation.scheduler.snapshotting import Snapshotter
 from mlx_parallm.generation.scheduler.speculating import Speculator
+from mlx_parallm.generation.scheduler.starting import Starter
 from mlx_parallm.generation.scheduler.step_cost import (
     MIN_CHUNK,
     PrefillAllowance,
@@ -40,8 +40,7 @@ class Planner:
     """Moves sequences between waiting and running; counts what happened.
 
     Attributes:
-        prefix_queries: prompt tokens looked up in the prefix cache so far.
-        prefix_hits: how many of them were found.
+        starter: starts waiting sequences.
         num_preemptions: how often a sequence was sent back to wait.
         cost: what steps were measured to take; None if nothing depends on it.
         stage_cost: what computing inputs was measured to add to them.
@@ -81,8 +80,7 @@ class Planner:
         if kv.tiers is not None:
             self._restorer = Restorer(kv, kv.tiers, running, snapshotter)
         self._max_model_len = max_model_len
-        self.prefix_queries = 0
-        self.prefix_hits = 0
+        self.starter = Starter(kv, waiting, running, self._restorer)
         self.num_preemptions = 0
 
     def plan(self) -> StepPlan:
@@ -369,7 +367,7 @@ class Planner:
             sequence = self._waiting.peek(self._may_start, self._shares.is_owed)
             if sequence is None:
                 return
-            if not self._try_start(sequence):
+            if not self.starter.try_start(sequence):
                 if sequence.is_blocked:
                     # Its blocks are being read; others may go.
                     continue
@@ -388,66 +386,6 @@ class Planner:
             reserved = self._restorer.num_reserved
         has_slot = self._running.num_free_slots > reserved
         return has_slot and not sequence.num_pending and self._running.may_start(sequence)
-
-    def _try_start(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence a slot and its cached prefix, if its whole prompt has room.
-
-        Blocks that running prompts still need are not available to it.
-        """
-        available = self._running.count_spare()
-        if available <= sequence.blocked_at:
-            return False
-        sequence.group.refresh_weights()
-        reusable = sequence.group.num_reusable
-        use_cache = reusable > 0
-        known = sequence.token_ids
-        if use_cache and reusable < len(known):
-            known = known[: reusable + 1]
-        is_cached = sequence.group.weights.is_cached
-        use_cache = use_cache and is_cached
-        table = self._new_table(sequence, known, use_cache=use_cache)
-        if not is_cached:
-            self._kv.withhold(table)
-        if (
-            use_cache
-            and self._restorer is not None
-            and self._restorer.reads(sequence, table, known)
-        ):
-            self._kv.free(table, is_saved=False)
-            return False
-        missing = self._kv.blocks_for(len(sequence.token_ids)) - len(table.blocks)
-        if missing > self._running.count_spare():
-            self._kv.free(table, is_saved=False)
-            sequence.blocked_at = available
-            return False
-        self._kv.claim_tail(table)
-        self._waiting.admit(sequence)
-        self._running.start(sequence, table, table.num_cached)
-        if self._restorer is not None:
-            self._restorer.take(sequence, known)
-        self._count_prefix(sequence, use_cache=use_cache)
-        return True
-
-    def _new_table(self, sequence: Sequence, known: list[int], *, use_cache: bool) -> BlockTable:
-        """Return a table with the cached blocks of a sequence's tokens."""
-        tiers, group = self._kv.tiers, sequence.group
-        return self._kv.new_table(
-            known,
-            group.salt,
-            use_cache=use_cache,
-            inputs=group.inputs,
-            lasting_salt=None if tiers is None else tiers.salt(group.lasting_salt),
-            tail=sequence.tail,
-        )
-
-    def _count_prefix(self, sequence: Sequence, *, use_cache: bool) -> None:
-        if use_cache and self._kv.enable_prefix_caching and not sequence.output_ids:
-            self.prefix_queries += len(sequence.token_ids)
-            self.prefix_hits += sequence.blocks.num_cached
-        if sequence.group.num_cached_tokens is None:
-            num_filled = sum(not each.is_state for each in sequence.arrived)
-            num_stored = num_filled * self._kv.block_size
-            sequence.group.num_cached_tokens = sequence.num_computed + num_stored
 
     def _fork_followers(self, leader: Sequence, plan: StepPlan) -> None:
         """Fork samples from the leader that has computed all but the last prompt token."""
@@ -471,7 +409,10 @@ class Planner:
         if forked is None:
             return False
         table, block_copy = forked
-        if not self._kv.grow(table, leader.num_computed + 1):
+        room = self._running.count_spare()
+        if not self._kv.grow(table, leader.num_computed + 1) or not self._running.hold_source(
+            follower, room
+        ):
             self._kv.free(table)
             return False
         self._running.start(follower, table, leader.num_computed)

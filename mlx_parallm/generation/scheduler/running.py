@@ -16,9 +16,11 @@ from mlx_parallm.generation.inputs.runs import InputRuns
 from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.sequence import RequestGroup, Sequence
+from mlx_parallm.generation.scheduler.sources import SourceCache
 from mlx_parallm.generation.scheduler.waiting import WaitingQueue
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 from mlx_parallm.types.request import GenerateRequest, PolicyWeights
+from mlx_parallm.types.step import Moves
 
 
 class LiveRequests:
@@ -111,17 +113,24 @@ class RunningSet:
 
     Attributes:
         adapters: the slots of their adapters.
-        inputs: keeps the products of inputs.
-        input_runs: computes them.
+        inputs: keeps the rows and features of inputs.
+        sources: keeps the KV of sources; None for a model without an encoder.
+        input_runs: computes what either of them keeps.
     """
 
     def __init__(
-        self, config: SchedulerConfig, kv: KVCacheManager, *, num_tower_stages: int = 1
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        *,
+        num_tower_stages: int = 1,
+        has_sources: bool = False,
     ) -> None:
         self._config = config
         self.adapters = AdapterSlots(config.max_loras)
         self.inputs = InputCache(INPUT_CACHE_BYTES)
-        self.input_runs = InputRuns(self.inputs, num_tower_stages)
+        self.sources = SourceCache(kv, self.adapters) if has_sources else None
+        self.input_runs = InputRuns(self.sources or self.inputs, num_tower_stages)
         self._kv = kv
         self._sequences: list[Sequence] = []
         self._free_slots = list(range(config.max_num_seqs))
@@ -177,8 +186,45 @@ class RunningSet:
         adapter = sequence.group.adapter
         return adapter is None or self.adapters.has_room(adapter)
 
+    def hold_source(self, sequence: Sequence, room: int) -> bool:
+        """Let a sequence hold its source, if it has one, before it starts.
+
+        False if that needs more than ``room`` blocks.
+        """
+        group = sequence.group
+        if self.sources is None or group.source is None:
+            return True
+        sequence.held = self.sources.hold(group.source_key, group.source, room)
+        return sequence.held is not None
+
+    def take_moves(self, step_id: int) -> Moves:
+        """Return what a step computes of inputs before it runs; see ``InputRuns.take_moves``."""
+        if self.sources is not None:
+            self.sources.begin_step(step_id)
+        return self.input_runs.take_moves()
+
+    def end_moves(self, step_id: int, *, has_failed: bool = False) -> None:
+        """Note that what a step computed of inputs is there, or is not."""
+        if self.sources is not None:
+            self.sources.end_step(step_id, has_failed=has_failed)
+
+    def forget_inputs(self) -> None:
+        """Let no later sequence find what is computed of inputs now."""
+        self.inputs.clear()
+        if self.sources is not None:
+            self.sources.clear()
+
+    def leave_inputs(self, sequence: Sequence) -> None:
+        """Release what a sequence holds of its inputs."""
+        if sequence.held is not None:
+            sequence.held.release()
+            sequence.held = None
+
     def start(self, sequence: Sequence, table: BlockTable, num_computed: int) -> None:
-        """Start a sequence: give it a slot, and blocks that hold ``num_computed`` tokens."""
+        """Start a sequence: give it a slot, and blocks that hold ``num_computed`` tokens.
+
+        It must hold its source already.
+        """
         sequence.table = table
         sequence.num_computed = sequence.num_kept = num_computed
         sequence.tail = None
@@ -194,8 +240,9 @@ class RunningSet:
         # It waits for nothing more that it needed to start.
         sequence.arrivals.clear()
         group = sequence.group
-        if group.inputs:
+        if group.inputs and sequence.held is None:
             sequence.held = HeldInputs(self.inputs, group.inputs, group.salt)
+        if sequence.held is not None:
             sequence.arrivals.append(sequence.held)
 
     def stop(self, sequence: Sequence) -> None:
@@ -211,9 +258,8 @@ class RunningSet:
         sequence.table, sequence.slot, sequence.num_computed = None, None, 0
         sequence.restored_from, sequence.replay_end = None, 0
         if sequence.held is not None:
-            sequence.held.release()
             sequence.arrivals.remove(sequence.held)
-            sequence.held = None
+            self.leave_inputs(sequence)
         self.end_fetch(sequence)
         self.leave_adapter(sequence)
 
@@ -245,7 +291,8 @@ class RunningSet:
 
     def check_integrity(self) -> None:
         """Assert that every block and every slot is accounted for, exactly once."""
-        self._kv.check_integrity(sequence.blocks for sequence in self._sequences)
+        sources = () if self.sources is None else self.sources.tables()
+        self._kv.check_integrity([*(each.blocks for each in self._sequences), *sources])
         slots = [sequence.slot for sequence in self._sequences if sequence.slot is not None]
         assert sorted(slots + self._free_slots) == list(range(self._config.max_num_seqs))
         adapters = Counter(
@@ -255,7 +302,11 @@ class RunningSet:
         clients = Counter(sequence.request.client for sequence in self._sequences)
         assert clients == self._per_client
         held = [sequence.held for sequence in self._sequences if sequence.held is not None]
-        self.inputs.check_integrity(sum(len(each.slots) for each in held))
+        num_held = sum(each.num_held for each in held)
+        if self.sources is None:
+            self.inputs.check_integrity(num_held)
+        else:
+            self.sources.check_integrity(num_held)
         self.input_runs.check_integrity()
         assert sorted(self._sequences, key=lambda sequence: sequence.order) == self._sequences
 

@@ -9,6 +9,7 @@ from itertools import count
 
 from mlx_parallm.config import STATE_SNAPSHOT_TOKENS, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.engine.adapter_slots import AdapterSlots
+from mlx_parallm.generation.admission import StepRoom, fitted
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.planner import Planner
 from mlx_parallm.generation.scheduler.running import LiveRequests, RunningSet
@@ -22,7 +23,6 @@ from mlx_parallm.generation.scheduler.updates import (
     SpeculationStats,
 )
 from mlx_parallm.generation.scheduler.waiting import WaitingQueue
-from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.types.events import FinishReason
 from mlx_parallm.types.request import GenerateRequest, PolicyWeights
 from mlx_parallm.types.step import (
@@ -41,7 +41,7 @@ BAD_STATE = "The model's state has values that are not numbers, so nothing can f
 class Scheduler:
     """Continuous batching with chunked prefill, forks and preemption by recomputation."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - facts about the model, by name
         self,
         config: SchedulerConfig,
         kv: KVCacheManager,
@@ -51,6 +51,7 @@ class Scheduler:
         keeps_states: bool = False,
         speculative: SpeculativeConfig | None = None,
         num_tower_stages: int = 1,
+        has_sources: bool = False,
         snapshot_tokens: int = STATE_SNAPSHOT_TOKENS,
     ) -> None:
         has_snapshots = kv.snapshots is not None
@@ -59,7 +60,9 @@ class Scheduler:
         # The pool bounds a sequence too: a sequence that has all blocks must be able to end.
         self._max_len = min(max_model_len, kv.num_blocks * kv.block_size)
         self._waiting = WaitingQueue()
-        self._running = RunningSet(config, kv, num_tower_stages=num_tower_stages)
+        self._running = RunningSet(
+            config, kv, num_tower_stages=num_tower_stages, has_sources=has_sources
+        )
         self._live = LiveRequests(self._running, config.max_waiting)
         kept = None
         if has_state:
@@ -75,6 +78,12 @@ class Scheduler:
             self._snapshotter,
             max_model_len=self._max_len,
             num_tower_stages=num_tower_stages,
+        )
+        self._room = StepRoom(
+            max_len=self._max_len,
+            num_blocks=kv.num_blocks,
+            block_size=kv.block_size,
+            token_budget=self._planner.token_budget,
         )
         self._constant = PolicyWeights()
         # Rows by step in flight and seq_id; a sample may end before its step.
@@ -105,7 +114,7 @@ class Scheduler:
             OverloadedError: too many sequences wait.
             InvalidRequestError: the request's id is in use, or no step can hold an input's rows.
         """
-        self._check_fits(request)
+        request = fitted(request, self._room)
         group = self._live.add(request, end_ids, weights or self._constant, seed)
         first, *others = group.sequences.values()
         self._waiting.append(first)
@@ -187,7 +196,7 @@ class Scheduler:
             self.recompute_running()
         self._kv.reset_prefix_cache()
         self._snapshotter.clear()
-        self._running.inputs.clear()
+        self._running.forget_inputs()
 
     def schedule_saves(self) -> ScheduledBatch | None:
         """Return a batch that only saves blocks for stores; None if none may be saved now."""
@@ -218,19 +227,21 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return how full the scheduler is, and its counters."""
-        inputs = self._running.inputs
+        inputs, sources = self._running.inputs, self._running.sources
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=self._live.num_waiting,
             num_waiting_tokens=self._waiting.num_tokens,
             kv_usage=self._kv.usage,
             num_free_blocks=self._kv.num_free,
-            prefix_queries=self._planner.prefix_queries,
-            prefix_hits=self._planner.prefix_hits,
+            prefix_queries=self._planner.starter.prefix_queries,
+            prefix_hits=self._planner.starter.prefix_hits,
             num_preemptions=self._planner.num_preemptions,
             speculation=self._speculator.stats() if self._speculator else SpeculationStats(),
             images_computed=self._running.input_runs.num_images_computed,
             images_found=inputs.num_images_found,
+            sources_computed=self._running.input_runs.num_sources_computed,
+            sources_found=0 if sources is None else sources.num_found,
             input_bytes=inputs.used_bytes,
             snapshots=self._snapshotter.stats,
         )
@@ -293,12 +304,12 @@ class Scheduler:
                 for sequence, _ in rows
                 if sequence.adapter is not None
             },
-            moves=self._moves(plan),
+            moves=self._moves(plan, step_id),
         )
 
-    def _moves(self, plan: StepPlan) -> Moves:
+    def _moves(self, plan: StepPlan, step_id: int) -> Moves:
         """Return what is moved and computed before a step."""
-        moves = self._running.input_runs.take_moves()
+        moves = self._running.take_moves(step_id)
         if plan.filled or plan.filled_states:
             filled, states = tuple(plan.filled.items()), tuple(plan.filled_states.items())
             moves = replace(moves, filled=filled, filled_states=states)
@@ -316,6 +327,7 @@ class Scheduler:
         if self._kv.tiers is not None:
             for content, data in output.saved:
                 self._kv.tiers.put(content, data)
+        self._running.end_moves(batch.step_id)
         # A sample that ends saves its snapshots, so they are found before.
         bad = self._snapshotter.end(batch.step_id, output.bad_slots)
         updates: list[SequenceUpdate] = []
@@ -348,10 +360,11 @@ class Scheduler:
         groups += [
             sequence.group
             for sequence in self._running
-            if sequence.held is not None and slots & set(sequence.held.slots.values())
+            if sequence.held is not None and sequence.held.has_any(slots)
         ]
         updates = [update for group in groups for update in self._fail_group(group, message)]
         self._running.input_runs.forget(batch.moves)
+        self._running.end_moves(batch.step_id, has_failed=True)
         if self._kv.tiers is not None:
             for _, content in batch.moves.saved + batch.moves.saved_states:
                 self._kv.tiers.saves.fail(content)
@@ -368,20 +381,6 @@ class Scheduler:
             OverloadedError: there is no room.
         """
         self._live.check_room(client, n)
-
-    def _check_fits(self, request: GenerateRequest) -> None:
-        prompt_len, max_tokens = len(request.prompt_ids), request.params.max_tokens
-        needed = prompt_len + (1 if max_tokens is None else max_tokens)
-        if needed > self._max_len:
-            detail = f"However, {needed} tokens were requested, prompt and completion together."
-            raise ContextLengthError(self._max_len, detail)
-        for each in request.inputs:
-            if each.span and not each.may_cut and len(each.span) > self.token_budget:
-                raise InvalidRequestError(
-                    f"An input has {len(each.span)} rows, which one step must hold; this server's "
-                    f"steps have {self.token_budget} tokens (--max-num-batched-tokens).",
-                    param=each.kind.value,
-                )
 
     def _advance(
         self,

@@ -8,15 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from mlx_parallm.engine.adapter_slots import NO_ADAPTER
-from mlx_parallm.generation.inputs.held import HeldInputs
+from mlx_parallm.generation.inputs.held import Held
 from mlx_parallm.generation.inputs.prompt_inputs import PromptInputs
 from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.kv_cache.fetches import ChainFetch
 from mlx_parallm.generation.kv_cache.manager import Tail
 from mlx_parallm.generation.kv_cache.tiers import ArrivedBlock
+from mlx_parallm.generation.scheduler.sources import SourceKey
 from mlx_parallm.generation.scheduler.thinking import ThinkingTracker
 from mlx_parallm.generation.speculation import Speculation
 from mlx_parallm.types.events import FinishReason, PromptEvent
+from mlx_parallm.types.model_input import ModelInput
 from mlx_parallm.types.request import GenerateRequest, PolicyWeights
 from mlx_parallm.types.step import (
     PENDING_TOKEN,
@@ -95,6 +97,17 @@ class RequestGroup:
     def adapter(self) -> str | None:
         """Return the content of the adapter that it needs now; None for none."""
         return None if self.weights.adapter is None else self.weights.adapter.content
+
+    @property
+    def source(self) -> ModelInput | None:
+        """Return its source; None without one."""
+        return self.inputs.whole[0] if self.inputs.whole else None
+
+    @property
+    def source_key(self) -> SourceKey:
+        """Return what the KV of its source depends on now."""
+        owner = None if self.weights.is_cached else self.arrival
+        return SourceKey(self.salt, self.lasting_salt, self.adapter, owner)
 
     @property
     def wants_fork(self) -> bool:
@@ -226,7 +239,7 @@ class Sequence:
     speculation: Speculation | None = None
     table: BlockTable | None = None
     slot: int | None = None
-    held: HeldInputs | None = None
+    held: Held | None = None
     fetch: ChainFetch | None = None
     arrived: deque[ArrivedBlock] = field(default_factory=deque[ArrivedBlock])
     arrivals: list[Arrival] = field(default_factory=list[Arrival])

@@ -12,6 +12,7 @@ from mlx_parallm.generation.scheduler.sequence import Sequence
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
 from mlx_parallm.generation.scheduler.updates import SpeculationStats
 from mlx_parallm.generation.speculation import LONGEST_PAUSE, Speculation
+from mlx_parallm.types.model_input import tokens_of
 from mlx_parallm.types.step import ScheduledSequence
 
 # BUDGET_SHARE: proposals take at most one in so many of the tokens that decode rows leave.
@@ -216,7 +217,9 @@ class Speculator:
 
     def _speculation(self, sequence: Sequence) -> Speculation:
         if sequence.speculation is None:
-            sequence.speculation = Speculation(self._config)
+            source = sequence.group.source
+            tokens = () if source is None else tokens_of(source)
+            sequence.speculation = Speculation(self._config, tokens)
         return sequence.speculation
 
 

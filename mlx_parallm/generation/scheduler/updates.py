@@ -72,6 +72,8 @@ class SchedulerStats:
         speculation: what was proposed and accepted.
         images_computed: how often an image's features were computed so far.
         images_found: how often a sequence found them kept.
+        sources_computed: how often a source was encoded so far.
+        sources_found: how often a sequence found its KV.
         input_bytes: size of the features and other products of inputs that are kept.
         snapshots: of the states after prefixes.
     """
@@ -87,5 +89,7 @@ class SchedulerStats:
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     images_computed: int = 0
     images_found: int = 0
+    sources_computed: int = 0
+    sources_found: int = 0
     input_bytes: int = 0
     snapshots: SnapshotStats = NO_SNAPSHOTS
