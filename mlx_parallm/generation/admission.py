@@ -107,7 +107,7 @@ def _check_input(each: ModelInput, info: RunnerInfo) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRoom:
-    """What bounds a request besides its model.
+    """The bounds of a request besides its model.
 
     Attributes:
         max_len: longest sequence, in tokens; at most what the pool holds.

@@ -110,8 +110,8 @@ def source_of(token_ids: Sequence[int]) -> ModelInput:
 
 def tokens_of(source: ModelInput) -> Sequence[int]:
     """Return the tokens of a source text; none if it is no text."""
-    found = source.arrays.get(TOKEN_IDS)
-    return () if found is None else memoryview(found.data).cast("i")
+    token_ids = source.arrays.get(TOKEN_IDS)
+    return () if token_ids is None else memoryview(token_ids.data).cast("i")
 
 
 def num_source_tokens(inputs: Iterable[ModelInput]) -> int:

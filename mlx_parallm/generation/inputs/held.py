@@ -15,7 +15,7 @@ ProductKey = tuple[bytes, str, str]
 
 
 class Held(Protocol):
-    """What a running sequence holds of its inputs besides tokens."""
+    """The products of inputs that a running sequence holds."""
 
     @property
     def source(self) -> SourceTable | None:

@@ -21,7 +21,7 @@ from mlx_parallm.types.step import SourceTable
 
 @dataclass(frozen=True, slots=True)
 class SourceKey:
-    """What the KV of a source depends on.
+    """All that the KV of a source depends on.
 
     Attributes:
         salt: of the source itself, the weights, the adapter and the scope.
