@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 from random import Random
 from typing import NamedTuple
 
@@ -10,13 +11,15 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from demo.translate.items import DIRECTIONS, draw, texts
+from demo.translate.items import DIRECTIONS, MAX_DIGITS, draw, texts
 from demo.translate.vocabulary import PAD_ID
 
 POOL = 64
 """Batches whose rows are drawn together, to be sorted by length."""
 MULTIPLE = 4
 """Lengths are rounded up to it, so that few shapes are compiled."""
+FIRST_DIGITS, POOLS_PER_DIGIT = 3, 4
+"""Training begins with short numbers alone; every so many pools their longest grow by a digit."""
 KIND_SHARES = {"number": 3, "money": 2, "date": 2}
 
 Ids = npt.NDArray[np.int32]
@@ -32,8 +35,9 @@ class Batch(NamedTuple):
 def batches(tokenizer: Tokenizer, rows: int, seed: int) -> Iterator[Batch]:
     """Yield batches of new translations of the training split without end."""
     rng = Random(seed)
-    while True:
-        pairs = [_pair(rng) for _ in range(rows * POOL)]
+    for pool in count():
+        longest = min(MAX_DIGITS, FIRST_DIGITS + pool // POOLS_PER_DIGIT)
+        pairs = [_pair(rng, longest) for _ in range(rows * POOL)]
         sources = [each.ids for each in tokenizer.encode_batch_fast([pair[0] for pair in pairs])]
         targets = [each.ids for each in tokenizer.encode_batch_fast([pair[1] for pair in pairs])]
         # Only padded lengths count, so that kinds and directions of one length stay mixed.
@@ -46,10 +50,11 @@ def batches(tokenizer: Tokenizer, rows: int, seed: int) -> Iterator[Batch]:
             yield Batch(*(padded([side[row] for row in group]) for side in (sources, targets)))
 
 
-def _pair(rng: Random) -> tuple[str, str]:
-    kind = rng.choices(list(KIND_SHARES), list(KIND_SHARES.values()))[0]
+def _pair(rng: Random, longest: int) -> tuple[str, str]:
+    kinds = list(KIND_SHARES) if longest > FIRST_DIGITS else ["number"]
+    kind = rng.choices(kinds, [KIND_SHARES[kind] for kind in kinds])[0]
     direction = rng.choice(DIRECTIONS)
-    written = texts(draw(rng, kind, "train"))
+    written = texts(draw(rng, kind, "train", longest))
     return direction.prefix + written[direction.source], written[direction.target]
 
 

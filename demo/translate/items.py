@@ -23,6 +23,9 @@ NAMES = {DIGITS: DIGITS, **{language.code: language.name for language in LANGUAG
 """Names in prefixes by language code."""
 CURRENCIES: tuple[Currency, ...] = ("€", "$")
 HELD_OUT_IN = 20
+MAX_DIGITS = 6
+NUMBER_WEIGHTS = (1, 2, 4, 4, 5, 6)
+"""Frequency of numbers by their count of digits."""
 ZERO_SHARE = 0.2
 """Share of the digits drawn as 0 beside those that are 0 by chance: zeros are left out in words."""
 
@@ -72,20 +75,21 @@ def split_of(value: Value) -> Split:
     return "train" if zlib.crc32(texts(value)[DIGITS].encode()) % HELD_OUT_IN else "held_out"
 
 
-def draw_number(rng: Random) -> int:
-    """Return a number of 1 to 6 digits, more often a long one."""
-    return _digits(rng, rng.choices(range(1, 7), (1, 2, 4, 4, 5, 6))[0])
+def draw_number(rng: Random, longest: int) -> int:
+    """Return a number of at most ``longest`` digits, more often a long one."""
+    return _digits(rng, rng.choices(range(1, longest + 1), NUMBER_WEIGHTS[:longest])[0])
 
 
-def draw_money(rng: Random) -> Money:
+def draw_money(rng: Random, longest: int) -> Money:
     """Return an amount below 10,000 units; some have no hundredths, few no whole units."""
-    units = 0 if rng.random() < 0.1 else _digits(rng, rng.randint(1, 4))
+    units = 0 if rng.random() < 0.1 else _digits(rng, rng.randint(1, min(longest, 4)))
     hundredths = 0 if rng.random() < 0.15 else rng.randrange(100)
     return Money(rng.choice(CURRENCIES), 100 * units + hundredths)
 
 
-def draw_date(rng: Random) -> datetime.date:
-    """Return a day of two centuries."""
+def draw_date(rng: Random, longest: int) -> datetime.date:
+    """Return a day of two centuries, whatever ``longest`` is."""
+    del longest
     first = datetime.date(FIRST_YEAR, 1, 1).toordinal()
     return datetime.date.fromordinal(
         rng.randint(first, datetime.date(LAST_YEAR, 12, 31).toordinal())
@@ -99,15 +103,15 @@ def _digits(rng: Random, count: int) -> int:
     return value
 
 
-KINDS: dict[str, Callable[[Random], Value]] = {
+KINDS: dict[str, Callable[[Random, int], Value]] = {
     "number": draw_number,
     "money": draw_money,
     "date": draw_date,
 }
 
 
-def draw(rng: Random, kind: str, split: Split) -> Value:
-    """Return a random value of a kind and a split."""
-    while split_of(value := KINDS[kind](rng)) != split:
+def draw(rng: Random, kind: str, split: Split, longest: int = MAX_DIGITS) -> Value:
+    """Return a random value of a kind and a split, with at most ``longest`` digits in a number."""
+    while split_of(value := KINDS[kind](rng, longest)) != split:
         pass
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from demo.translate.items import DIRECTIONS
 from demo.translate.vocabulary import EOS_ID, MAX_LENGTH, PAD_ID
 
-WIDTH, HEADS, HEAD_WIDTH, INNER = 128, 4, 32, 384
+WIDTH, HEADS, HEAD_WIDTH, INNER = 128, 4, 32, 256
 ENCODER_LAYERS, DECODER_LAYERS = 3, 2
 
 
@@ -189,6 +190,25 @@ def new_model(config: dict[str, Any], seed: int) -> TrainedT5:
     model.update(tree_unflatten(fresh))
     mx.eval(model.parameters())
     return model
+
+
+def compose_digits(model: TrainedT5, pieces: Mapping[str, int]) -> None:
+    """Let the embedding of a group of digits be a sum with a part for each digit at its place.
+
+    So a model that has seen some groups knows something of all.
+    """
+    table = model.shared.weight
+    # A part for each digit at each place from the right, and one for each length of a group.
+    places, lengths = (
+        mx.random.normal((3, 10, table.shape[1])),
+        mx.random.normal((3, table.shape[1])),
+    )
+    for piece, number in pieces.items():
+        if piece.isdecimal():
+            parts = [places[place, int(digit)] for place, digit in enumerate(reversed(piece))]
+            table[number] = (sum(parts) + lengths[len(piece) - 1]) * (len(piece) + 1) ** -0.5
+    model.shared.weight = table
+    mx.eval(table)
 
 
 def save_model(model: nn.Module, config: dict[str, Any], folder: Path) -> None:

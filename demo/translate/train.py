@@ -19,7 +19,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 
 from demo.translate.batches import Batch, batches
-from demo.translate.network import TrainedT5, model_config, new_model, save_model
+from demo.translate.network import TrainedT5, compose_digits, model_config, new_model, save_model
 from demo.translate.vocabulary import PAD_ID, new_tokenizer, save_tokenizer
 
 LOG_EVERY = 100
@@ -101,5 +101,7 @@ def main(options: argparse.Namespace) -> None:
     tokenizer = new_tokenizer()
     save_tokenizer(tokenizer, options.out)
     config = model_config(tokenizer.get_vocab_size())
-    trainer = Trainer(new_model(config, options.seed), options.learning_rate)
-    run(trainer, options, lambda: save_model(trainer.model, config, options.out))
+    model = new_model(config, options.seed)
+    compose_digits(model, tokenizer.get_vocab())
+    trainer = Trainer(model, options.learning_rate)
+    run(trainer, options, lambda: save_model(model, config, options.out))

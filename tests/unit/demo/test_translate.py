@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 from pathlib import Path
 from random import Random
 
@@ -13,13 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_map
 
-from demo.translate.batches import MULTIPLE, Batch, batches
+from demo.translate.batches import (
+    FIRST_DIGITS,
+    MULTIPLE,
+    POOL,
+    POOLS_PER_DIGIT,
+    Batch,
+    Ids,
+    batches,
+)
 from demo.translate.evaluate import greedy, held_out, load_model, translate, wrong
 from demo.translate.items import (
     DIGITS,
     DIRECTIONS,
     KINDS,
     LANGUAGES,
+    MAX_DIGITS,
     Direction,
     Value,
     draw,
@@ -27,7 +37,14 @@ from demo.translate.items import (
     texts,
 )
 from demo.translate.language import Money
-from demo.translate.network import TrainedT5, model_config, named_weights, new_model, save_model
+from demo.translate.network import (
+    TrainedT5,
+    compose_digits,
+    model_config,
+    named_weights,
+    new_model,
+    save_model,
+)
 from demo.translate.train import Trainer
 from demo.translate.vocabulary import EOS_ID, PAD_ID, UNK_ID, new_tokenizer
 
@@ -70,19 +87,34 @@ def test_every_text_survives_the_tokenizer_without_unknown_pieces(value: Value):
         assert TOKENIZER.decode(ids) == text
 
 
-def test_a_prefix_is_two_pieces_and_a_digit_is_one():
+def test_a_prefix_is_two_pieces():
     for direction in DIRECTIONS:
         assert len(TOKENIZER.encode(direction.prefix.rstrip()).ids) == 3
-    source = TOKENIZER.encode("translate digits to German: 345")
-    pieces = ["▁translate▁digits", "▁to▁German:", "▁", "3", "4", "5", "</s>"]
-    assert source.tokens == pieces
-    assert TOKENIZER.encode("siebenundsiebzig").tokens[:-1] == ["▁sieben", "und", "siebzig"]
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("7", "▁ 7"),
+        ("345", "▁ 345"),
+        ("1984", "▁ 1 984"),
+        ("120005", "▁ 120 005"),
+        ("1984-05-30", "▁ 1 984 - 05 - 30"),
+        ("$1905.07", "▁ $ 1 905 . 07"),
+        ("siebenundsiebzig", "▁sieben und siebzig"),
+        ("einhunderteins", "▁ein hundert eins"),
+        ("quatre-vingt-dix-sept", "▁quatre-vingt -dix-sept"),
+        ("twenty-first,", "▁twenty -first ,"),
+    ],
+)
+def test_pieces_are_groups_of_digits_from_the_right_and_morphemes(text: str, pieces: str):
+    assert TOKENIZER.encode(text).tokens == [*pieces.split(), "</s>"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_value_in_twenty_is_held_out_and_never_trained_on(kind: str):
     rng = Random(1)
-    drawn = [KINDS[kind](rng) for _ in range(2_000)]
+    drawn = [KINDS[kind](rng, MAX_DIGITS) for _ in range(2_000)]
     share = sum(split_of(value) == "held_out" for value in drawn) / len(drawn)
     assert 0.02 < share < 0.08
     assert split_of(draw(rng, kind, "train")) == "train"
@@ -96,21 +128,53 @@ def test_what_other_numbers_are_made_of_is_trained_on():
     assert {split_of(Money("€", value)) for value in range(100)} == {"train"}
 
 
+def source_ids(direction: Direction, value: Value) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode(direction.prefix + texts(value)[direction.source]).ids)
+
+
+def without_padding(ids: Ids) -> set[tuple[int, ...]]:
+    return {tuple(token for token in row if token != PAD_ID) for row in ids.tolist()}
+
+
 def test_batches_have_only_training_values_and_few_lengths():
-    source = batches(TOKENIZER, 8, seed=1)
-    held_out_texts = {
-        direction.prefix + texts(value)[direction.source]
-        for kind in KINDS
-        for value in held_out(kind, 300, seed=0)
-        for direction in DIRECTIONS
-    }
-    seen = set()
-    for _ in range(128):
-        batch = next(source)
+    # Short numbers begin the training, so that equal ones would occur in both.
+    values = [value for value in range(100, 1000) if split_of(value) == "held_out"]
+    held = {source_ids(direction, value) for value in values for direction in DIRECTIONS}
+    trained = {source_ids(direction, 100) for direction in DIRECTIONS}
+    seen: set[tuple[int, ...]] = set()
+    for batch in itertools.islice(batches(TOKENIZER, 64, seed=1), 100):
         assert batch.sources.shape[1] % MULTIPLE == batch.targets.shape[1] % MULTIPLE == 0
-        seen |= {TOKENIZER.decode(row) for row in batch.sources.tolist()}
-    assert len(seen) > 700
-    assert not seen & held_out_texts
+        seen |= without_padding(batch.sources)
+    assert trained <= seen
+    assert not seen & held
+
+
+def test_numbers_get_longer_and_dates_come_later():
+    pools = POOLS_PER_DIGIT * (MAX_DIGITS - FIRST_DIGITS)
+    source = batches(TOKENIZER, 2, seed=1)
+    first = next(source)
+    last = list(itertools.islice(source, POOL * (pools + 1)))[-POOL:]
+    dash = TOKENIZER.token_to_id("-")
+    assert not (first.sources == dash).any()
+    assert any((batch.sources == dash).any() for batch in last)
+    assert max(batch.targets.shape[1] for batch in last) > first.targets.shape[1]
+
+
+def test_groups_of_digits_begin_with_parts_in_common():
+    model = new_model(tiny_config(), seed=1)
+    before = mx.array(model.shared.weight)
+    compose_digits(model, TOKENIZER.get_vocab())
+
+    def embedding(piece: str) -> np.ndarray:
+        return np.array(model.shared.weight[TOKENIZER.token_to_id(piece)])
+
+    # What a digit adds at its place is the same in every group.
+    difference = embedding("345") - embedding("346")
+    assert np.allclose(embedding("905") - embedding("906"), difference, atol=1e-6)
+    assert not np.allclose(embedding("354") - embedding("364"), difference, atol=1e-2)
+    assert not np.allclose(embedding("5"), embedding("05"), atol=1e-2)
+    word = TOKENIZER.token_to_id("▁three")
+    assert mx.array_equal(model.shared.weight[word], before[word])
 
 
 def test_padding_changes_nothing():
