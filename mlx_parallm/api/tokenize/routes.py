@@ -13,14 +13,13 @@ from mlx_parallm.api.chat.request import chat_tools
 from mlx_parallm.api.chat.schema import Messages, turns_of
 from mlx_parallm.api.http.declared import COUNT, TOKENIZE
 from mlx_parallm.api.http.dependencies import RequestsDep
-from mlx_parallm.api.http.forms import Ids
+from mlx_parallm.api.http.forms import Ids, NullIsAbsent
 from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.http.openapi import TOKENS
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.pooling.inputs.encode import named_prompt
 from mlx_parallm.api.pooling.inputs.schema import PromptName, Texts
 from mlx_parallm.api.pooling.tei.answer import text_tokens
-from mlx_parallm.api.tokenize.sides import LanguageFields, SideField
 from mlx_parallm.api.turns.fields import ProcessorKwargs, TemplateKwargs, TurnEndFields
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.images import image_sources, pixel_range_of
@@ -43,7 +42,7 @@ MAX_CHARACTERS = 1_000_000
 PART_ENTRIES = 1024
 
 
-class TokenizeRequest(TurnEndFields, LanguageFields):
+class TokenizeRequest(TurnEndFields):
     """A text (``prompt`` or llama.cpp's ``content``) or a conversation; or TEI's ``inputs``."""
 
     model: StrictStr | None = Field(
@@ -70,7 +69,7 @@ class TokenizeRequest(TurnEndFields, LanguageFields):
     prompt_name: PromptName = None
 
 
-class DetokenizeRequest(SideField):
+class DetokenizeRequest(NullIsAbsent):
     """Token ids to be turned into text."""
 
     model: StrictStr | None = Field(
@@ -103,9 +102,7 @@ async def tokenize(body: TokenizeRequest, engine: RequestsDep, prelude: PreludeD
 @routes.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, engine: RequestsDep) -> dict[str, Any]:
     """Return the text of tokens, special ones included."""
-    model = tokenizing_model(engine, body.model)
-    sides = body.sides(model)
-    tokenizer = model.tokenizer if sides is None or body.is_target() else sides.source
+    tokenizer = tokenizing_model(engine, body.model).tokenizer
 
     def work() -> str:
         if any(not 0 <= token_id < tokenizer.vocab_size for token_id in body.tokens):
@@ -121,7 +118,6 @@ async def _text_tokens(
     if body.prompt is not None or body.messages is not None:
         raise InvalidRequestError("Give inputs, or prompt or messages.", param="inputs")
     model = POOLING.client(engine).get(body.model, *get_args(Task))
-    body.sides(model)
     prompt = named_prompt(model.info, body.prompt_name)
     prompted = [prompt + text for text in texts]
     if (size := sum(map(len, prompted))) > MAX_CHARACTERS:
@@ -143,14 +139,11 @@ def _tokens_answer(
     body: TokenizeRequest, model: TokenizingModel, token_ids: Sequence[int]
 ) -> Response:
     ids = list(token_ids)
-    most, string_of = model.max_model_len, model.vocabulary_string
-    if isinstance(model, GenerationModel) and model.seq2seq is not None and not body.is_target():
-        most, string_of = model.info.max_source_len, model.seq2seq.source.vocabulary_string
-    strings = [string_of(i) for i in ids] if body.return_token_strs else None
+    strings = [model.vocabulary_string(i) for i in ids] if body.return_token_strs else None
     return _json_response(
         {
             "count": len(ids),
-            "max_model_len": most,
+            "max_model_len": model.max_model_len,
             "tokens": ids,
             "token_strs": strings,
         }
@@ -206,11 +199,6 @@ def _ids(body: TokenizeRequest, model: TokenizingModel) -> Sequence[int]:
         raise InvalidRequestError("Give prompt or messages.", param="prompt")
     if body.tools and not model.reads_tools:
         raise InvalidRequestError(f"{model.names[0]} does not take tools.", param="tools")
-    sides = body.sides(model)
-    if body.messages is not None:
-        body.check_conversation()
-    elif sides is not None:
-        return body.side_ids(sides, body.prompt or "", add_special_tokens=body.add_special_tokens)
     if body.messages is None:
         return model.text_ids(body.prompt or "", add_special_tokens=body.add_special_tokens)
     return model.chat_ids(
