@@ -11,22 +11,28 @@ import pytest
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.types.model_input import InputKind, source_of
 from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.generation.inputs.sources import NOT_FINITE
 from tests.compiled_attention import AheadAttention, CompiledAttention
 from tests.frames_model import VOCAB_SIZE, frames_model, frames_of
 from tests.source_batches import (
     BLOCK_SIZE,
     Batch,
     Request,
+    Running,
     adapter_of,
     alone,
     assert_same,
     frames_source,
     merged,
     new_runner,
+    note,
     random_text,
     same,
     tiny_t5,
 )
+
+#: ``BAD_TOKEN``: a token whose embedding is made NaN.
+BAD_TOKEN = 3
 
 
 def requests_of(seed: int, count: int = 12) -> list[Request]:
@@ -122,3 +128,31 @@ def test_sources_may_be_frames_of_numbers(attention: Any) -> None:
     assert runner.info.num_tower_stages == 3
     runner.adapters.add(adapter.digest, adapter)
     assert_same(Batch(runner, seed=4).run(requests), expected)
+
+
+@pytest.mark.parametrize("attention", [ReferenceAttention, AheadAttention, CompiledAttention])
+def test_a_source_that_is_not_finite_fails_alone_and_leaves_nothing_behind(attention: Any) -> None:
+    loaded, rng = tiny_t5(), random.Random(1)
+    texts = [[4 + token % 90 for token in random_text(rng, 20)] for _ in range(6)]
+    requests = [Request(source_of(text), (5,)) for text in texts]
+    expected = [alone(loaded, each) for each in requests]
+    assert all(token != BAD_TOKEN for answer in expected for token, _ in answer)
+    bad = Request(source_of([5, BAD_TOKEN, 7, 8, 9]), (5,))
+    batch = Batch(new_runner(loaded, attention(BLOCK_SIZE), num_blocks=60), num_blocks=60)
+    loaded.model.shared.weight[BAD_TOKEN] = float("nan")
+    first = batch.start(bad)
+    others = [batch.start(each) for each in requests[:2]]
+    members = [others[0], first, others[1]]
+    outputs = [
+        batch.submit([batch.row(each) for each in members], stages=(batch.stages(members),)).wait()
+    ]
+    assert outputs[0].failed == {first.seq_id: NOT_FINITE}
+    assert {token.seq_id for token in outputs[0].tokens} == {each.seq_id for each in others}
+    # Later requests find the blocks by content, and fail too.
+    again = Running(bad, 99, first.source_blocks, first.blocks)
+    assert batch.submit([batch.row(again)]).wait().failed == {99: NOT_FINITE}
+    # Another request gets the blocks, of which it fills only a part, and finds its source.
+    heir = Running(requests[0], 100, others[0].source_blocks, first.source_blocks)
+    for _ in range(requests[0].num_tokens):
+        note(batch.submit([batch.row(heir)]).wait(), {100: heir})
+    assert_same([heir.answer], expected[:1])

@@ -35,7 +35,7 @@ from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.host_moves import HostMoves
 from mlx_parallm.worker.generation.inputs.forward import InputForward
 from mlx_parallm.worker.generation.inputs.runs import InputComputer, Tensors
-from mlx_parallm.worker.generation.inputs.sources import SourceEncoder, StepOrder
+from mlx_parallm.worker.generation.inputs.sources import SourceDoubts, SourceEncoder, StepOrder
 from mlx_parallm.worker.generation.live_model import LiveModel
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
@@ -63,7 +63,7 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
         token_copy: a copy of ``tokens`` from which no array is computed; None if there is none.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - parts, by name
         self,
         rows: StepRows,
         sampled: SampleResult | None,
@@ -72,6 +72,7 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
         failed: Mapping[int, str] | None = None,
         *,
         snapshots: Mapping[int, mx.array] | None = None,
+        doubts: SourceDoubts | None = None,
         faults: DeviceFaults,
         recovering: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -84,6 +85,8 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
         self._failed = failed or {}
         # By slot: True if the snapshot has a NaN.
         self._snapshots = snapshots or {}
+        self._doubts = doubts
+        self._doubted = {} if doubts is None else doubts.of(rows.sequences)
         self._faults = faults
         self._num_faults = faults.count
         self._recovering = recovering
@@ -123,6 +126,7 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
     def _outputs(self) -> list[mx.array]:
         outputs = [array for result in self._scored.values() for array in result.arrays()]
         outputs += self._snapshots.values()
+        outputs += [is_bad for _, is_bad in self._doubted.values()]
         outputs += [array for array in (self._drafts, self.token_copy) if array is not None]
         return outputs if self._sampled is None else outputs + self._sampled.arrays()
 
@@ -159,6 +163,8 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
         tokens = keep_valid(tokens, self._rows.proposals)
         scored = {seq_id: result.to_python() for seq_id, result in self._scored.items()}
         failed = {**_not_numbers(tokens, scored), **self._failed}
+        if self._doubts is not None:
+            failed |= self._doubts.failed(self._doubted)
         if failed:
             tokens = tuple(token for token in tokens if token.seq_id not in failed)
             scored = {seq_id: entries for seq_id, entries in scored.items() if seq_id not in failed}
@@ -414,6 +420,7 @@ class ModelRunner(Runner):
             drafts,
             constraints.failed,
             snapshots=snapshots,
+            doubts=None if self._sources is None else self._sources.doubts,
             faults=self._faults,
             recovering=self._recovering,
         )

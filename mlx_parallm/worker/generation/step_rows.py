@@ -217,6 +217,7 @@ class StepRows:
     """The rows of a step that need logits, and for what.
 
     Attributes:
+        sequences: of the step.
         logit_rows: the rows that need logits: ascending indices into the step's T tokens.
         sampled: the rows to sample, as indices into ``logit_rows``.
         specs: how to sample each row of ``sampled``.
@@ -236,7 +237,7 @@ class StepRows:
         self.proposals: list[tuple[int, ...]] = []
         self.scored: list[tuple[ScheduledSequence, int]] = []
         self._ends: list[int] = []
-        self._sequences = sequences
+        self.sequences = sequences
         self.has_pending = any(sequence.token_ids[0] == PENDING_TOKEN for sequence in sequences)
         first = 0
         for sequence in sequences:
@@ -254,7 +255,7 @@ class StepRows:
     @property
     def blocks(self) -> Iterator[int]:
         """Return the KV blocks of all sequences and of their sources."""
-        for sequence in self._sequences:
+        for sequence in self.sequences:
             yield from sequence.block_table
             if sequence.source is not None:
                 yield from sequence.source.block_table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import compress
@@ -15,13 +15,15 @@ from mlx_parallm.adapters.arrays import to_mlx
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.models.seq2seq.interface import EncoderDecoder, EncoderStages, SourceKV
 from mlx_parallm.types.model_input import TOKEN_IDS, SourcePlace
-from mlx_parallm.types.step import SourceTable
+from mlx_parallm.types.step import ScheduledSequence, SourceTable
 from mlx_parallm.worker.generation.paths.packed import PackedPath
 from mlx_parallm.worker.lora.adapter_store import AdapterStore
 from mlx_parallm.worker.lora.rows import AdapterRows
 from mlx_parallm.worker.ops import Pending
 
 Tensors = Mapping[str, HostTensor]
+# NOT_FINITE: why a request fails whose source the model cannot encode.
+NOT_FINITE = "The model's encoder returns numbers that are infinite or NaN for this source."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +42,56 @@ class StepOrder:
     compute: Callable[..., None]
 
 
+class SourceDoubts:
+    """Which sources in KV blocks may have numbers that are not finite.
+
+    Their blocks have zeros instead, because others that get the blocks later read what is beyond
+    their own tokens, with a weight of zero. A source is known by its first block.
+    """
+
+    def __init__(self) -> None:
+        self._is_bad: dict[int, mx.array] = {}
+
+    def note(self, sources: Iterable[SourceTable], is_bad: Iterable[mx.array]) -> None:
+        """Note sources that are written, each with a lazy bool ``[]``: True if it is bad."""
+        self._is_bad.update(
+            (source.block_table[0], each) for source, each in zip(sources, is_bad, strict=True)
+        )
+
+    def of(self, sequences: Iterable[ScheduledSequence]) -> dict[int, tuple[int, mx.array]]:
+        """Return what is not known yet of the sources of sequences, by their ids."""
+        if not self._is_bad:
+            return {}
+        firsts = {
+            sequence.seq_id: sequence.source.block_table[0]
+            for sequence in sequences
+            if sequence.source is not None
+        }
+        return {
+            seq_id: (first, self._is_bad[first])
+            for seq_id, first in firsts.items()
+            if first in self._is_bad
+        }
+
+    def failed(self, doubts: Mapping[int, tuple[int, mx.array]]) -> dict[int, str]:
+        """Return the sequences whose source is bad by computed ``doubts``; forget the others."""
+        failed: dict[int, str] = {}
+        for seq_id, (first, is_bad) in doubts.items():
+            if is_bad.item():
+                failed[seq_id] = NOT_FINITE
+            elif self._is_bad.get(first) is is_bad:
+                del self._is_bad[first]
+        return failed
+
+
 class SourceEncoder:
     """Encodes the sources of one model and writes their cross-attention KV.
 
     Sources of a run are packed rows: those of all its sources one after the other, each with its
     own adapter.
+
+    Attributes:
+        doubts: which sources may have failed.
     """
 
     def __init__(
@@ -62,6 +109,7 @@ class SourceEncoder:
             adapters: those that runs may name.
             order: of the runs among the steps.
         """
+        self.doubts = SourceDoubts()
         self._model = model
         self._path = path
         self._adapters = adapters
@@ -102,6 +150,7 @@ class SourceEncoder:
         """Let runs in progress write nothing."""
         for run in list(self._runs):
             run.drop(run.slots)
+        self.doubts = SourceDoubts()
 
     def compute(
         self, stages: EncoderStages, places: Iterable[SourcePlace], rows: AdapterRows | None
@@ -126,10 +175,22 @@ class SourceEncoder:
 
     def write(self, sources: Sequence[SourceTable], layers: Iterable[SourceKV]) -> None:
         """Write cross-attention KV of sources into their blocks."""
+        is_bad: list[mx.array] = []
+
+        def finite() -> Iterator[SourceKV]:
+            for keys, values in layers:
+                bad = ~(_is_finite(keys) & _is_finite(values))
+                is_bad.append(bad.reshape(-1))
+                yield mx.where(bad, 0, keys), mx.where(bad, 0, values)
+
         with self._order.recovering():
             self._order.before_writes(block for each in sources for block in each.block_table)
-            self._path.write_sources(sources, layers)
-            self._order.compute(*self._path.arrays())
+            self._path.write_sources(sources, finite())
+            ends = np.cumsum([source.num_tokens for source in sources])
+            rows = mx.stack(is_bad).any(axis=0)
+            own = [part.any() for part in mx.split(rows, ends[:-1].tolist())]
+            self.doubts.note(sources, own)
+            self._order.compute(*self._path.arrays(), *own)
 
 
 class SourceRun:
@@ -220,3 +281,8 @@ def _lengths_of(sources: Sequence[Mapping[str, mx.array]]) -> list[int] | None:
     """Return the lengths of texts; None for other sources, all of one length in a run."""
     ids = [source.get(TOKEN_IDS) for source in sources]
     return [each.size for each in ids if each is not None] or None
+
+
+def _is_finite(rows: mx.array) -> mx.array:
+    """Return for each of rows ``[T, K, 1, D]`` if all its numbers are finite, ``[T, 1, 1, 1]``."""
+    return mx.isfinite(rows).all(axis=(1, 2, 3), keepdims=True)
