@@ -308,6 +308,8 @@ class LLM:
             prompts: one prompt or several. With images a prompt is vLLM's mapping: "prompt" or
                 "prompt_token_ids" with the model's placeholders, and "multi_modal_data", which has
                 under "image" an image or a list of them: Pillow images, paths, bytes or URLs.
+                A prompt of an encoder-decoder is its source; vLLM's mapping may have both sides,
+                "encoder_prompt" and "decoder_prompt", and "src_lang" and "tgt_lang".
             sampling_params: parameters for all prompts, or one for each.
             adapter: the name of a loaded adapter for all prompts, or one for each; None is the
                 model itself.

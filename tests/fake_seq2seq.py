@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +11,9 @@ from mlx_parallm.generation.model import GenerationModel, RequestHandle
 from mlx_parallm.tokenizer.seq2seq.languages import LanguageTokens, NoLanguages
 from mlx_parallm.tokenizer.seq2seq.rules import Seq2SeqRules, TaskDefaults
 from mlx_parallm.tokenizer.seq2seq.tokenizer import Seq2SeqTokenizer
+from mlx_parallm.types import model_input
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.model_input import TOKEN_IDS, InputKind, ModelInput
+from mlx_parallm.types.model_input import InputKind, ModelInput
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.token_limit import TokenLimit
 from tests.fake_engine import FakeEngine
@@ -118,5 +118,4 @@ def taken(engine: FakeEngine) -> GenerateRequest:
 
 def source_ids(source: ModelInput) -> list[int]:
     """Return the tokens of a source."""
-    assert source.kind is InputKind.SOURCE
-    return array("i", source.arrays[TOKEN_IDS].data).tolist()
+    return [*model_input.source_ids(source)]

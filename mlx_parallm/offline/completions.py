@@ -7,6 +7,7 @@ from queue import SimpleQueue
 
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
+from mlx_parallm.types.model_input import source_ids, sources_of
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import TokenLogprob
 
@@ -44,7 +45,8 @@ class RequestOutput:
     Attributes:
         request_id: unique in the process.
         prompt: the text; None where token ids or messages were passed.
-        prompt_token_ids: what the model got.
+        prompt_token_ids: what the model got; of an encoder-decoder, what its decoder began with.
+        encoder_prompt_token_ids: the source of an encoder-decoder; None for other models.
         outputs: the samples.
         prompt_logprobs: for each prompt token, if the parameters ask for them; None for the first.
         num_cached_tokens: prompt tokens whose KV came from the prefix cache.
@@ -56,6 +58,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     num_cached_tokens: int = 0
+    encoder_prompt_token_ids: tuple[int, ...] | None = None
 
 
 #: ``Ended``: the output of a request, or what it failed with.
@@ -87,6 +90,7 @@ class OutputReader:
             request_id=request.request_id,
             prompt=text,
             prompt_token_ids=request.prompt_ids,
+            encoder_prompt_token_ids=next(map(source_ids, sources_of(request.inputs)), None),
             outputs=[CompletionOutput(index=i) for i in range(request.params.n)],
         )
 

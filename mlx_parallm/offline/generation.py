@@ -41,11 +41,19 @@ def part(name: str) -> Any:
 def plain_prompt(
     prompt: Prompt | PromptMapping, model: Callable[[], GenerationModel]
 ) -> Prompt | ImagePrompt:
-    """Return a prompt; that of vLLM's mapping has its images."""
+    """Return a prompt; that of vLLM's mapping has its images, or its source."""
     if not isinstance(prompt, Mapping):
         return prompt
+    if model().takes_sources:
+        return source_prompt(prompt, model())
     plain: Prompt | ImagePrompt = part("images").mapped_prompt(prompt, model())
     return plain
+
+
+def source_prompt(prompt: Prompt | PromptMapping, model: GenerationModel) -> ImagePrompt:
+    """Return a prompt of an encoder-decoder."""
+    read: ImagePrompt = part("sources").source_prompt(prompt, model)
+    return read
 
 
 def chat_prompt(
@@ -59,6 +67,8 @@ def chat_prompt(
         isinstance(message.get("content"), list) or message.get("tool_calls")
         for message in conversation
     )
+    if is_plain and model.takes_sources:
+        return part("sources").conversation_prompt(conversation, model, **options)
     if is_plain and model.images is None:
         tokenizer = model.tokenizer
         return text_prompt(
@@ -122,14 +132,19 @@ class OfflineRequests:
     ) -> GenerateRequest:
         if isinstance(prompt, ImagePrompt):
             read = prompt
+        elif model.takes_sources:
+            read = source_prompt(prompt, model)
         else:
             ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             read = ImagePrompt("", tuple(ids))
+        params = _with_grammar(params, model)
+        if model.takes_sources:
+            params = part("sources").with_lengths(params, model, len(read.token_ids))
         return GenerateRequest(
             request_id=f"offline-{next(self._ids)}",
             model=model.names[0],
             prompt_ids=read.token_ids,
-            params=_with_grammar(params, model),
+            params=params,
             adapter=adapter,
             inputs=read.inputs,
             turn_start=read.turn_start,

@@ -119,6 +119,16 @@ def num_source_tokens(inputs: Iterable[ModelInput]) -> int:
     return sum(each.num_kv_tokens for each in inputs)
 
 
+def sources_of(inputs: Iterable[ModelInput]) -> list[ModelInput]:
+    """Return those inputs that are texts of an encoder."""
+    return [each for each in inputs if each.kind is InputKind.SOURCE and TOKEN_IDS in each.arrays]
+
+
+def source_ids(source: ModelInput) -> tuple[int, ...]:
+    """Return the tokens of a source text."""
+    return tuple(array("i", source.arrays[TOKEN_IDS].data))
+
+
 def without_arrays(source: ModelInput) -> ModelInput:
     """Return an input without its arrays: its content says which one it is."""
     return replace(source, arrays={})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import AliasChoices, Field, StrictBool, StrictStr
 from starlette.responses import Response
@@ -24,6 +24,7 @@ from mlx_parallm.api.turns.fields import ProcessorKwargs, TemplateKwargs, TurnEn
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.images import image_sources, pixel_range_of
 from mlx_parallm.api.turns.prelude import PreludeDep, tokenizing_model
+from mlx_parallm.api.turns.sources import text_side
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.images.processor import PreparedImage
 from mlx_parallm.images.prompt import image_prompt
@@ -58,6 +59,13 @@ class TokenizeRequest(TurnEndFields):
     add_special_tokens: StrictBool = Field(
         True, description="Add the model's special tokens to a text."
     )
+    side: Literal["source", "target"] | None = Field(
+        None,
+        description="Of an encoder-decoder: what its encoder reads, which is the default, or what "
+        "its decoder writes, without special tokens.",
+    )
+    src_lang: StrictStr | None = Field(None, description="The language of a source.")
+    tgt_lang: StrictStr | None = Field(None, description="The language it is translated to.")
     chat_template_kwargs: TemplateKwargs
     mm_processor_kwargs: ProcessorKwargs = None
     return_token_strs: StrictBool = Field(
@@ -194,11 +202,35 @@ def _image_ids(
     ).token_ids
 
 
+def _side_ids(body: TokenizeRequest, model: GenerationModel) -> Sequence[int]:
+    """Return the tokens of one side of an encoder-decoder; a conversation is a source."""
+    sides = text_side(model)
+    if body.side == "target":
+        if body.prompt is None:
+            raise InvalidRequestError("The target side has a prompt alone.", param="side")
+        return sides.encode_target(body.prompt)
+    if body.messages is not None:
+        return model.chat_ids(
+            template_messages(turns_of(body.messages)), template_kwargs=body.chat_template_kwargs
+        )
+    return sides.encode_source(
+        body.prompt or "",
+        src_lang=body.src_lang,
+        tgt_lang=body.tgt_lang,
+        add_special_tokens=body.add_special_tokens,
+    )
+
+
 def _ids(body: TokenizeRequest, model: TokenizingModel) -> Sequence[int]:
     if body.messages is None and body.prompt is None:
         raise InvalidRequestError("Give prompt or messages.", param="prompt")
     if body.tools and not model.reads_tools:
         raise InvalidRequestError(f"{model.names[0]} does not take tools.", param="tools")
+    if isinstance(model, GenerationModel) and model.takes_sources:
+        return _side_ids(body, model)
+    for name in ("side", "src_lang", "tgt_lang"):
+        if getattr(body, name) is not None:
+            raise InvalidRequestError(f"{name} needs an encoder-decoder.", param=name)
     if body.messages is None:
         return model.text_ids(body.prompt or "", add_special_tokens=body.add_special_tokens)
     return model.chat_ids(
