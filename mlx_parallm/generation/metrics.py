@@ -53,7 +53,7 @@ class GenerationFamilies:
         self.registry = registry
         self._define_queue()
         self._define_tokens()
-        self._define_images()
+        self._define_inputs()
         self._define_snapshots()
         self._define_requests()
 
@@ -86,10 +86,12 @@ class GenerationFamilies:
             "position",
         )
 
-    def _define_images(self) -> None:
+    def _define_inputs(self) -> None:
         self.tower_runs = self._counter("image_tower_runs", "Images whose features were computed.")
         self.feature_hits = self._counter("image_feature_hits", "Images whose features were kept.")
         self.feature_bytes = self._gauge("image_feature_bytes", "Bytes of features that are kept.")
+        self.encoder_runs = self._counter("source_encoder_runs", "Sources that were encoded.")
+        self.source_hits = self._counter("source_hits", "Sources whose KV was kept.")
 
     def _define_snapshots(self) -> None:
         self.snapshots = self._gauge("state_snapshots", "States kept after cached prefixes.")
@@ -203,7 +205,7 @@ class EngineMetrics:
         params = request.params
         now = self._clock() if arrival_s is None else arrival_s
         self._times[request.request_id] = RequestTimes(
-            len(request.prompt_ids), params.n, params.max_tokens, now
+            request.num_prompt_tokens, params.n, params.max_tokens, now
         )
         self._families.params_n.labels(*self._labels).observe(params.n)
         if params.max_tokens is not None:
@@ -267,6 +269,8 @@ class EngineMetrics:
         families.tower_runs.labels(*labels).inc(computed)
         families.feature_hits.labels(*labels).inc(stats.images_found - last.images_found)
         families.feature_bytes.labels(*labels).set(stats.input_bytes)
+        families.encoder_runs.labels(*labels).inc(stats.sources_computed - last.sources_computed)
+        families.source_hits.labels(*labels).inc(stats.sources_found - last.sources_found)
         self._on_speculation(stats.speculation, last.speculation)
         if stats.snapshots != last.snapshots:
             self._on_snapshots(stats.snapshots, last.snapshots)

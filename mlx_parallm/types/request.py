@@ -10,7 +10,7 @@ from typing import Any
 from mlx_parallm.types.beams import BeamParams
 from mlx_parallm.types.content import PendingContent, kv_content
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.model_input import ModelInput
+from mlx_parallm.types.model_input import ModelInput, num_source_tokens
 from mlx_parallm.types.work import EVERYBODY, CacheScope, RequestWork
 
 #: ``DEFAULT_VERSION`` is the label of the weights loaded at start, as in vLLM and SGLang.
@@ -412,8 +412,8 @@ class GenerateRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt; see ``Request``."""
-        return len(self.prompt_ids)
+        """Tokens of the prompt and of sources; see ``Request``."""
+        return len(self.prompt_ids) + num_source_tokens(self.inputs)
 
     def entering(
         self, scope: CacheScope, rank: int | None, *, is_background: bool
