@@ -17,6 +17,7 @@ from mlx_lm.generate import generate_step
 from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.generation.kv_cache.tiers import Tiers
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.request import GenerateRequest, PolicyWeights, SamplingParams
 from mlx_parallm.types.step import SampledToken, ScheduledBatch, StepInFlight
 from mlx_parallm.worker.attention.reference import ReferenceAttention
@@ -152,6 +153,7 @@ class Session:
             keeps_states=info.keeps_states,
             speculative=speculative,
             num_tower_stages=info.num_tower_stages,
+            has_sources=InputKind.SOURCE in info.input_kinds,
         )
         self.runner = runner
         self.tokens: dict[tuple[str, int], list[SampledToken]] = {}
