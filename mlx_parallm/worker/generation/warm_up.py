@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from typing import Protocol
 
 from mlx_parallm.types.request import SamplingParams
@@ -20,6 +20,7 @@ from mlx_parallm.types.step import (
     SampleSpec,
     ScheduledBatch,
     ScheduledSequence,
+    SourceTable,
     StepInFlight,
 )
 from mlx_parallm.worker.attention.kernel_plan import table_length
@@ -50,12 +51,14 @@ class StepLimits:
         tokens: the most tokens, of all sequences together.
         model_len: the longest sequence, in tokens.
         block_size: the tokens of a block.
+        source_len: the longest source, in positions; 0 if the model has no encoder.
     """
 
     num_seqs: int
     tokens: int
     model_len: int
     block_size: int
+    source_len: int = 0
 
 
 class ShapeRunner(Protocol):
@@ -103,6 +106,7 @@ class WarmUp:
                 tokens=tokens,
                 model_len=info.max_model_len,
                 block_size=info.block_size,
+                source_len=info.max_source_len,
             )
             self._batches = list(warm_up_batches(limits))
         self._num_done = 0
@@ -127,10 +131,18 @@ class WarmUp:
 def on_block(batch: ScheduledBatch, block: int) -> ScheduledBatch:
     """Return the batch with block tables that consist of this block alone."""
     sequences = (
-        replace(sequence, block_table=(block,) * len(sequence.block_table))
+        replace(
+            sequence,
+            block_table=(block,) * len(sequence.block_table),
+            source=sequence.source and _source_on(block, sequence.source),
+        )
         for sequence in batch.sequences
     )
     return replace(batch, sequences=tuple(sequences))
+
+
+def _source_on(block: int, source: SourceTable) -> SourceTable:
+    return replace(source, block_table=(block,) * len(source.block_table))
 
 
 def warm_up_batches(limits: StepLimits) -> Iterator[ScheduledBatch]:
@@ -140,24 +152,54 @@ def warm_up_batches(limits: StepLimits) -> Iterator[ScheduledBatch]:
 
 
 def _steps(limits: StepLimits) -> Iterator[list[ScheduledSequence]]:
+    if limits.source_len:
+        yield from _source_steps(limits)
     # A compiled forward needs a step before it that shows what the layers need of a plan.
-    yield [_decode_row(0, 1, 2)]
-    yield from _decode_steps(limits)
-    yield from _prompt_steps(limits)
+    for step in chain([[_decode_row(0, 1, 2)]], _decode_steps(limits), _prompt_steps(limits)):
+        yield _with_source(step, 1, 1) if limits.source_len else step
+
+
+def _source_steps(limits: StepLimits) -> Iterator[list[ScheduledSequence]]:
+    """Yield short decode steps by lengths of sources' tables, and whether their keys are cut.
+
+    Combinations of long sources and long sequences are left to the steps that have them.
+    """
+    row = _decode_row(0, 1, 2)
+    yield _with_source([row], 1, 1)
+    longest = -(-limits.source_len // limits.block_size)
+    for width, count, end in _shapes(limits.source_len, limits):
+        rows = [row, *(_decode_row(i, 1, 2) for i in range(1, count))]
+        yield _with_source(rows, end, min(width, longest))
+
+
+def _with_source(
+    rows: list[ScheduledSequence], num_tokens: int, num_blocks: int
+) -> list[ScheduledSequence]:
+    """Return the rows of a step with sources, of which the first has this length and table."""
+    first, *others = rows
+    source = SourceTable(block_table=(0,) * num_blocks, num_tokens=num_tokens)
+    short = SourceTable(block_table=(0,), num_tokens=1)
+    return [replace(first, source=source), *(replace(row, source=short) for row in others)]
 
 
 def _decode_steps(limits: StepLimits) -> Iterator[list[ScheduledSequence]]:
     """Yield decode steps by lengths of block tables, row counts, and whether keys are cut."""
     longest = -(-limits.model_len // limits.block_size)
-    widths = {table_length(blocks) for blocks in range(1, longest + 1)}
+    for width, count, end in _shapes(limits.model_len, limits):
+        first = _decode_row(0, end - 1, min(width, longest))
+        yield [first, *(_decode_row(i, 1, 2) for i in range(1, count))]
+
+
+def _shapes(max_len: int, limits: StepLimits) -> Iterator[tuple[int, int, int]]:
+    """Yield lengths of tables in blocks, row counts, and numbers of keys that are cut and not."""
+    widths = {table_length(blocks) for blocks in range(1, -(-max_len // limits.block_size) + 1)}
     numbers = range(1, limits.num_seqs + 1)
     counts = {min(padded_rows(number), limits.num_seqs) for number in numbers}
     for width, count in product(sorted(widths), sorted(counts)):
         # A sequence may be no longer than its table.
-        max_end = min(width * limits.block_size, limits.model_len)
+        max_end = min(width * limits.block_size, max_len)
         for end in sorted({min(end, max_end) for end in (2, MIN_SPAN + 1)}):
-            first = _decode_row(0, end - 1, min(width, longest))
-            yield [first, *(_decode_row(i, 1, 2) for i in range(1, count))]
+            yield width, count, end
 
 
 def _prompt_steps(limits: StepLimits) -> Iterator[list[ScheduledSequence]]:

@@ -205,7 +205,12 @@ PLACES = {
     ),
     "warm-up": Rebuilt(
         lambda: list(on_block(ScheduledBatch(step_id=0, sequences=(FILLED,)), 1).sequences),
-        [{"block_table": (1, 1, 1, 1)}],
+        [
+            {
+                "block_table": (1, 1, 1, 1),
+                "source": SourceTable(block_table=(1, 1), num_tokens=21),
+            }
+        ],
     ),
     "image check": Rebuilt(
         with_image,

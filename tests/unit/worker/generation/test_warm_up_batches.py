@@ -11,7 +11,7 @@ from mlx_parallm.types.shape_buckets import padded_rows, padded_tokens
 from mlx_parallm.types.step import ScheduledBatch
 from mlx_parallm.worker.attention.kernel_plan import HeldTables
 from mlx_parallm.worker.generation.paths.base import is_decode
-from mlx_parallm.worker.generation.warm_up import StepLimits, warm_up_batches
+from mlx_parallm.worker.generation.warm_up import StepLimits, on_block, warm_up_batches
 
 LIMITS = st.builds(
     StepLimits,
@@ -19,6 +19,7 @@ LIMITS = st.builds(
     tokens=st.integers(300, 3000),
     model_len=st.integers(2, 9000),
     block_size=st.sampled_from([1, 16, 64]),
+    source_len=st.sampled_from([0, 1, 20, 5000]),
 )
 
 
@@ -37,6 +38,10 @@ def test_they_are_within_the_limits(limits: StepLimits) -> None:
             end = row.start + len(row.token_ids)
             assert end <= limits.model_len
             assert end <= len(row.block_table) * limits.block_size
+            assert (row.source is not None) == (limits.source_len > 0)
+            if row.source is not None:
+                assert 1 <= row.source.num_tokens <= limits.source_len
+                assert row.source.num_tokens <= len(row.source.block_table) * limits.block_size
 
 
 @settings(max_examples=20)
@@ -51,6 +56,29 @@ def test_every_number_of_rows_is_met_with_every_length_of_tables(limits: StepLim
     lengths = {width_of(blocks) for blocks in range(1, longest + 1)}
     rows = {padded_rows(count) for count in range(1, limits.num_seqs + 1)}
     assert met >= {(count, length) for count in rows for length in lengths}
+
+
+@settings(max_examples=20)
+@given(limits=LIMITS)
+def test_every_number_of_rows_is_met_with_every_length_of_sources(limits: StepLimits) -> None:
+    steps = [batch.sequences for batch in warm_up_batches(limits) if decodes(batch)]
+    met = {
+        (padded_rows(len(rows)), width_of(len(rows[0].source.block_table)))
+        for rows in steps
+        if rows[0].source is not None
+    }
+    longest = -(-limits.source_len // limits.block_size)
+    lengths = {width_of(blocks) for blocks in range(1, longest + 1)}
+    rows = {padded_rows(count) for count in range(1, limits.num_seqs + 1)}
+    assert met >= {(count, length) for count in rows for length in lengths}
+
+
+def test_the_blocks_of_sources_are_unused_ones() -> None:
+    limits = StepLimits(num_seqs=2, tokens=300, model_len=64, block_size=16, source_len=90)
+    for batch in warm_up_batches(limits):
+        for row in on_block(batch, 7).sequences:
+            assert row.source is not None
+            assert {*row.block_table, *row.source.block_table} == {7}
 
 
 def test_prompts_alone_and_beside_rows_fill_steps_of_all_sizes() -> None:
