@@ -281,15 +281,14 @@ class GenerationModel(ServedModel):
             InvalidRequestError: there is no chat template, or it refuses (param "messages").
         """
         variables = self.template_variables(template_kwargs)
+        reads = self.tokenizer if self.seq2seq is None else self.seq2seq.source
         return text_prompt(
             messages,
             self.images,
             render=lambda shown, hide: self.tokenizer.render_chat(
                 shown, tools=hide(tools), template_kwargs=hide(variables), **ends
             ),
-            encode=lambda text: self.tokenizer.encode(
-                text, add_special_tokens=False, limit=ANY_LENGTH
-            ),
+            encode=lambda text: reads.encode(text, add_special_tokens=False, limit=ANY_LENGTH),
         ).token_ids
 
     def template_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:

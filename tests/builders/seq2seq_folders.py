@@ -173,7 +173,7 @@ def write_marian(folder: Path, *, codes: Iterable[str] = (), is_separate: bool =
     (folder / "source.spm").write_bytes(source)
     (folder / "target.spm").write_bytes(target)
     # A few pieces have no id.
-    read, written = _pieces(source)[3:], _pieces(target)[:-3]
+    read, written = _pieces(source)[:-3], _pieces(target)[:-3]
     if is_separate:
         begin = ["</s>", "<unk>", "<pad>"]
         write_json(folder, "target_vocab.json", _numbered([*begin, *written]))

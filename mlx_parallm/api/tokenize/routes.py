@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from pydantic import AliasChoices, Field, StrictBool, StrictStr
 from starlette.responses import Response
@@ -13,18 +13,18 @@ from mlx_parallm.api.chat.request import chat_tools
 from mlx_parallm.api.chat.schema import Messages, turns_of
 from mlx_parallm.api.http.declared import COUNT, TOKENIZE
 from mlx_parallm.api.http.dependencies import RequestsDep
-from mlx_parallm.api.http.forms import Ids, NullIsAbsent
+from mlx_parallm.api.http.forms import Ids
 from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.http.openapi import TOKENS
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.pooling.inputs.encode import named_prompt
 from mlx_parallm.api.pooling.inputs.schema import PromptName, Texts
 from mlx_parallm.api.pooling.tei.answer import text_tokens
+from mlx_parallm.api.tokenize.sides import LanguageFields, SideField
 from mlx_parallm.api.turns.fields import ProcessorKwargs, TemplateKwargs, TurnEndFields
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.images import image_sources, pixel_range_of
 from mlx_parallm.api.turns.prelude import PreludeDep, tokenizing_model
-from mlx_parallm.api.turns.sources import text_side
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.images.processor import PreparedImage
 from mlx_parallm.images.prompt import image_prompt
@@ -43,7 +43,7 @@ MAX_CHARACTERS = 1_000_000
 PART_ENTRIES = 1024
 
 
-class TokenizeRequest(TurnEndFields):
+class TokenizeRequest(TurnEndFields, LanguageFields):
     """A text (``prompt`` or llama.cpp's ``content``) or a conversation; or TEI's ``inputs``."""
 
     model: StrictStr | None = Field(
@@ -59,13 +59,6 @@ class TokenizeRequest(TurnEndFields):
     add_special_tokens: StrictBool = Field(
         True, description="Add the model's special tokens to a text."
     )
-    side: Literal["source", "target"] | None = Field(
-        None,
-        description="Of an encoder-decoder: what its encoder reads, which is the default, or what "
-        "its decoder writes, without special tokens.",
-    )
-    src_lang: StrictStr | None = Field(None, description="The language of a source.")
-    tgt_lang: StrictStr | None = Field(None, description="The language it is translated to.")
     chat_template_kwargs: TemplateKwargs
     mm_processor_kwargs: ProcessorKwargs = None
     return_token_strs: StrictBool = Field(
@@ -77,7 +70,7 @@ class TokenizeRequest(TurnEndFields):
     prompt_name: PromptName = None
 
 
-class DetokenizeRequest(NullIsAbsent):
+class DetokenizeRequest(SideField):
     """Token ids to be turned into text."""
 
     model: StrictStr | None = Field(
@@ -110,7 +103,9 @@ async def tokenize(body: TokenizeRequest, engine: RequestsDep, prelude: PreludeD
 @routes.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, engine: RequestsDep) -> dict[str, Any]:
     """Return the text of tokens, special ones included."""
-    tokenizer = tokenizing_model(engine, body.model).tokenizer
+    model = tokenizing_model(engine, body.model)
+    sides = body.sides(model)
+    tokenizer = model.tokenizer if sides is None or body.is_target() else sides.source
 
     def work() -> str:
         if any(not 0 <= token_id < tokenizer.vocab_size for token_id in body.tokens):
@@ -126,6 +121,7 @@ async def _text_tokens(
     if body.prompt is not None or body.messages is not None:
         raise InvalidRequestError("Give inputs, or prompt or messages.", param="inputs")
     model = POOLING.client(engine).get(body.model, *get_args(Task))
+    body.sides(model)
     prompt = named_prompt(model.info, body.prompt_name)
     prompted = [prompt + text for text in texts]
     if (size := sum(map(len, prompted))) > MAX_CHARACTERS:
@@ -147,11 +143,14 @@ def _tokens_answer(
     body: TokenizeRequest, model: TokenizingModel, token_ids: Sequence[int]
 ) -> Response:
     ids = list(token_ids)
-    strings = [model.vocabulary_string(i) for i in ids] if body.return_token_strs else None
+    most, string_of = model.max_model_len, model.vocabulary_string
+    if isinstance(model, GenerationModel) and model.seq2seq is not None and not body.is_target():
+        most, string_of = model.info.max_source_len, model.seq2seq.source.vocabulary_string
+    strings = [string_of(i) for i in ids] if body.return_token_strs else None
     return _json_response(
         {
             "count": len(ids),
-            "max_model_len": model.max_model_len,
+            "max_model_len": most,
             "tokens": ids,
             "token_strs": strings,
         }
@@ -202,35 +201,16 @@ def _image_ids(
     ).token_ids
 
 
-def _side_ids(body: TokenizeRequest, model: GenerationModel) -> Sequence[int]:
-    """Return the tokens of one side of an encoder-decoder; a conversation is a source."""
-    sides = text_side(model)
-    if body.side == "target":
-        if body.prompt is None:
-            raise InvalidRequestError("The target side has a prompt alone.", param="side")
-        return sides.encode_target(body.prompt)
-    if body.messages is not None:
-        return model.chat_ids(
-            template_messages(turns_of(body.messages)), template_kwargs=body.chat_template_kwargs
-        )
-    return sides.encode_source(
-        body.prompt or "",
-        src_lang=body.src_lang,
-        tgt_lang=body.tgt_lang,
-        add_special_tokens=body.add_special_tokens,
-    )
-
-
 def _ids(body: TokenizeRequest, model: TokenizingModel) -> Sequence[int]:
     if body.messages is None and body.prompt is None:
         raise InvalidRequestError("Give prompt or messages.", param="prompt")
     if body.tools and not model.reads_tools:
         raise InvalidRequestError(f"{model.names[0]} does not take tools.", param="tools")
-    if isinstance(model, GenerationModel) and model.takes_sources:
-        return _side_ids(body, model)
-    for name in ("side", "src_lang", "tgt_lang"):
-        if getattr(body, name) is not None:
-            raise InvalidRequestError(f"{name} needs an encoder-decoder.", param=name)
+    sides = body.sides(model)
+    if body.messages is not None:
+        body.check_conversation()
+    elif sides is not None:
+        return body.side_ids(sides, body.prompt or "", add_special_tokens=body.add_special_tokens)
     if body.messages is None:
         return model.text_ids(body.prompt or "", add_special_tokens=body.add_special_tokens)
     return model.chat_ids(

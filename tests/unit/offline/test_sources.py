@@ -28,12 +28,12 @@ from tests.fakes import EOS
 def request_of(
     prompt: Any, params: SamplingParams | None = None, model: GenerationModel | None = None
 ) -> GenerateRequest:
-    model = model or seq2seq_model()
+    served = model or seq2seq_model()
     if isinstance(prompt, ImagePrompt):
         items: list[Any] = [prompt]
     else:
-        items = [plain_prompt(each, lambda: model) for each in as_prompts(prompt)]
-    ((_, request),) = OfflineRequests().make(items, lambda: model, params, None)
+        items = [plain_prompt(each, lambda: served) for each in as_prompts(prompt)]
+    ((_, request),) = OfflineRequests().make(items, lambda: served, params, None)
     return request
 
 

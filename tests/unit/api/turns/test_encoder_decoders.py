@@ -15,8 +15,6 @@ from mlx_parallm.config import ServerConfig
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 from tests.fake_seq2seq import (
-    ENGLISH,
-    GERMAN,
     NAME,
     START,
     FakeSeq2Seq,
@@ -199,27 +197,6 @@ async def test_a_long_conversation_is_cut_where_the_body_says_so() -> None:
     body = {"model": NAME, "messages": MESSAGES, "truncate_prompt_tokens": 3}
     await post(engine, "/v1/chat/completions", body)
     assert source_ids(taken(engine).inputs[0]) == [*b"hi\n"]
-
-
-@pytest.mark.parametrize(
-    ("body", "ids"),
-    [
-        ({}, [ENGLISH, *b"hi", EOS]),
-        ({"side": "source", "src_lang": "de", "tgt_lang": "en"}, [GERMAN, *b"hi", EOS]),
-        ({"add_special_tokens": False}, [*b"hi"]),
-        ({"side": "target"}, [*b"hi"]),
-    ],
-)
-async def test_each_side_is_tokenised(body: dict[str, Any], ids: list[int]) -> None:
-    answer = await post(FakeSeq2Seq(), "/tokenize", {"model": NAME, "prompt": "hi"} | body)
-    assert answer.json()["tokens"] == ids, answer.text
-
-
-async def test_other_models_have_no_sides() -> None:
-    for name in ("side", "src_lang", "tgt_lang"):
-        body = {"prompt": "hi", name: "source"}
-        answer = await post(FakeSeq2Seq(decoder_model()), "/tokenize", body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
 async def test_images_are_refused() -> None:
