@@ -126,7 +126,8 @@ class KVPlan:
     Attributes:
         block_size: tokens per block.
         block_bytes: bytes of one block in all layers.
-        wanted_blocks: blocks that ``max_num_seqs`` sequences of ``max_model_len`` could use.
+        wanted_blocks: blocks that ``max_num_seqs`` sequences of ``max_model_len`` could use, each
+            with a source of the longest if the model has an encoder.
         max_model_len: longest sequence.
         state_bytes: what a sequence keeps besides blocks; 0 if nothing, or it cannot be copied.
         has_kv: False if blocks only count tokens.

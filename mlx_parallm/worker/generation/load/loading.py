@@ -176,12 +176,21 @@ def _kv_plan(
     """Return the KV memory that a model could use.
 
     Raises:
-        ConfigError: ``max_model_len`` exceeds the model's own; the message names the model.
+        ConfigError: ``max_model_len`` or ``max_source_len`` exceeds the model's own; the message
+            names the model.
     """
     settings = spec.settings
     max_len = settings.max_len_of(spec.config, context_length(loaded.config))
     try:
-        return plan_kv(layouts, loaded.config, settings.cache, settings.scheduler, max_len, backend)
+        return plan_kv(
+            layouts,
+            loaded.config,
+            settings.cache,
+            settings.scheduler,
+            max_len,
+            backend,
+            _max_source_len(spec, loaded.model),
+        )
     except ConfigError as problem:
         raise ConfigError(f"{spec.path}: {problem}") from None
 

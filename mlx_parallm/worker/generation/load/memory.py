@@ -37,8 +37,11 @@ def plan_kv(
     scheduler: SchedulerConfig,
     max_model_len: int | None,
     backend: AttentionBackend,
+    max_source_len: int = 0,
 ) -> KVPlan:
     """Return the KV memory that a model needs for sequences of full length, in blocks.
+
+    Each sequence of an encoder-decoder has a source of ``max_source_len`` positions besides.
 
     Raises:
         ConfigError: ``max_model_len`` exceeds the longest sequence that config.json allows.
@@ -49,7 +52,8 @@ def plan_kv(
     length = max_model_len or longest or DEFAULT_MAX_MODEL_LEN
     per_token = sum(backend.bytes_per_token(shape) for shape in kv_shapes(layouts))
     per_token = per_token or NOMINAL_BYTES_PER_TOKEN
-    blocks_per_sequence = -(-length // cache.block_size)
+    lengths = (length, max_source_len)
+    blocks_per_sequence = sum(-(-tokens // cache.block_size) for tokens in lengths)
     is_opaque = any(isinstance(layout, OpaqueLayout) for layout in leaves(layouts))
     state_bytes = sum(layout.num_bytes for layout in state_layouts(layouts))
     return KVPlan(
