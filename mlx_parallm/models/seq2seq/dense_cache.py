@@ -16,6 +16,7 @@ class DenseSourceCache(KVCache):
 
     Attributes:
         source: keys and values ``[1, K, S, D]`` of the source; None without one.
+        has_bias: True once the layer has attended with a bias by distance.
         is_wide: True if scores with a bias are float32, False if they have the dtype of queries.
             Scores that are not scaled are large, so that 16 bits round them by much.
     """
@@ -25,6 +26,7 @@ class DenseSourceCache(KVCache):
     def __init__(self) -> None:
         super().__init__()
         self.source: tuple[mx.array, mx.array] | None = None
+        self.has_bias = False
 
     def attend(
         self,
@@ -37,6 +39,7 @@ class DenseSourceCache(KVCache):
     ) -> mx.array:
         """See ``SourceCache``."""
         first = self.offset
+        self.has_bias = distance_bias is not None
         seen: Any = self.update_and_fetch(keys, values)
         if distance_bias is None:
             return mx.fast.scaled_dot_product_attention(queries, *seen, scale=scale, mask="causal")

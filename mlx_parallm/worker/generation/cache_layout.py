@@ -31,10 +31,12 @@ class KVLayout:
     Attributes:
         shape: the shape of the layer's KV; None if the model never writes the cache.
         window: the size of a rotating cache, in tokens; None for a cache that keeps all of them.
+        has_bias: True if the layer has a bias by distance.
     """
 
     shape: LayerShape | None
     window: int | None
+    has_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,11 @@ def kv_shapes(layouts: tuple[CacheLayout, ...]) -> list[LayerShape]:
     return [shape for shape in shapes if shape is not None]
 
 
+def has_bias(layouts: tuple[CacheLayout, ...]) -> bool:
+    """True if a layer has a bias by distance."""
+    return any(isinstance(layout, KVLayout) and layout.has_bias for layout in leaves(layouts))
+
+
 def _describe(cache: Any) -> CacheLayout:
     if isinstance(cache, CacheList):
         return ListLayout(tuple(_describe(part) for part in cache.caches))
@@ -134,7 +141,8 @@ def _describe(cache: Any) -> CacheLayout:
         return StateLayout(tuple(map(_entry, cache.cache)))
     if type(cache) in (KVCache, RotatingKVCache, ChunkedKVCache, DenseSourceCache):
         window = cache.max_size if isinstance(cache, RotatingKVCache) else None
-        return KVLayout(_shape(cache.keys, cache.values), window)
+        has_bias = isinstance(cache, DenseSourceCache) and cache.has_bias
+        return KVLayout(_shape(cache.keys, cache.values), window, has_bias)
     return OpaqueLayout(type(cache).__name__)
 
 

@@ -19,6 +19,7 @@ from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.cache_layout import (
     CacheLayout,
+    has_bias,
     kv_shapes,
     probe_layout,
     state_form,
@@ -212,6 +213,7 @@ def _attention(
         is_bounded=settings.max_decode_stall_ms is not None,
         chosen=None if chosen is None else chosen.attention,
         ranks=loader.ranks,
+        has_bias=has_bias(layouts),
     )
 
 
