@@ -10,6 +10,7 @@ import pytest
 
 from mlx_parallm.worker.attention.base import LayerPool
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
+from tests.builders.bias_checks import check_each_distance, check_extremes, check_rows_one_by_one
 from tests.builders.kernel_cases import Case, Trial
 from tests.builders.source_cases import ROWS, SOURCES, source_cases
 from tests.kernels.shim_language import ORDERS, Shim
@@ -54,6 +55,19 @@ def test_a_bias_is_added_in_compiled_steps(shim: Shim, rows: list[int]) -> None:
     assert any(work.spans is not None for work in plan.works.values()) == (5 in rows)
     output = trial.attend(backend, pool, plan, len(rows))
     assert trial.source_error(output, rows) <= trial.case.tolerance
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_each_distance_has_its_bias(shim: Shim, dtype: mx.Dtype) -> None:
+    check_each_distance(KernelAttention(16, shim), dtype)
+
+
+def test_pieces_of_a_text_give_what_it_gives_whole(shim: Shim) -> None:
+    check_rows_one_by_one(KernelAttention(16, shim))
+
+
+def test_extreme_biases_are_right(shim: Shim) -> None:
+    check_extremes(KernelAttention(16, shim))
 
 
 def test_layers_with_and_without_bias_share_a_plan(shim: Shim) -> None:
