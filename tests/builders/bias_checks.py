@@ -1,4 +1,4 @@
-"""What users of other servers found wrong with biases by distance, as checks of a backend."""
+"""Checks of biases by distance: each was wrong in some other server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ DISTANCES = 11
 
 
 def check_each_distance(backend: AttentionBackend, dtype: mx.Dtype) -> None:
-    """The bias alone decides where queries are 0, whatever ``scale`` is, and to the very key."""
+    """Check that a bias goes to the keys at its distance, and is not multiplied by ``scale``.
+
+    Queries are 0, so that the bias alone decides.
+    """
     trial = Trial(Case(sequences=RAGGED, distances=DISTANCES, dtype=dtype))
     trial.queries = np.zeros_like(trial.queries)
     pool = trial.fill(backend)
@@ -29,7 +32,7 @@ def check_each_distance(backend: AttentionBackend, dtype: mx.Dtype) -> None:
 
 
 def check_rows_one_by_one(backend: AttentionBackend) -> None:
-    """A sequence gets the same by one chunk, by pieces of it, and token by token."""
+    """Check that a text gets the same whole, in pieces, and token by token."""
     case = Case(sequences=((0, 43),), distances=DISTANCES)
     trial, alone = Trial(case), []
     whole = np.array(trial.run(backend, trial.fill(backend)))
@@ -48,7 +51,7 @@ def check_rows_one_by_one(backend: AttentionBackend) -> None:
 
 
 def check_extremes(backend: AttentionBackend) -> None:
-    """A bias that all keys have changes nothing, and one of -1e9 rules out a row's own key."""
+    """Check biases that all keys have, which change nothing, and one that rules a key out."""
     case = Case(sequences=((42, 1), (1, 42), (17, 3)), distances=DISTANCES)
     trial = Trial(case)
     pool = trial.fill(backend)

@@ -1,4 +1,4 @@
-"""What a probe shows of a model's caches."""
+"""A probe of a model's caches shows which layers have a bias by distance."""
 
 from __future__ import annotations
 
