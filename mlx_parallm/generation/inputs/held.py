@@ -56,6 +56,10 @@ class Held(Protocol):
         """Return True if it holds a product in one of these slots."""
         ...
 
+    def spoil(self) -> None:
+        """Let no later sequence find KV of sources, because a row of this sequence has failed."""
+        ...
+
     def release(self) -> None:
         """Release all products: the sequence runs no more."""
         ...
@@ -171,8 +175,11 @@ class HeldInputs:
         for key in self.slots.keys() - {self._key(source) for source in sources}:
             self.cache.release(self.slots.pop(key))
 
+    def spoil(self) -> None:
+        """See ``Held``: features that are no numbers show in every row, and fail it."""
+
     def release(self) -> None:
-        """Release all products: the sequence runs no more."""
+        """See ``Held``."""
         for slot in self.slots.values():
             self.cache.release(slot)
 

@@ -337,6 +337,8 @@ class Scheduler:
                 if sequence is None and row.sample is not None:
                     # The sample ended meanwhile, and no other continues from a decode row.
                     continue
+                if sequence is not None and sequence.held is not None:
+                    sequence.held.spoil()
                 updates += self._fail_group(begun.group, output.failed[row.seq_id])
                 continue
             if row.target_ids:

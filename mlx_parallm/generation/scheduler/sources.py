@@ -160,6 +160,11 @@ class SourceCache:
             product.is_ready = True
             self.release(product)
 
+    def spoil(self, product: SourceProduct) -> None:
+        """Let no later request find a source, because its KV may be no numbers."""
+        self._detach(product)
+        self._kv.forget_computed(product.blocks)
+
     def take_dropped(self) -> tuple[int, ...]:
         """See ``ProductCache``: the worker keeps nothing of sources besides their blocks."""
         return ()
@@ -250,6 +255,10 @@ class HeldSource:
     def has_any(self, slots: set[int]) -> bool:
         """See ``Held``."""
         return self.product.slot in slots
+
+    def spoil(self) -> None:
+        """See ``Held``."""
+        self.cache.spoil(self.product)
 
     def release(self) -> None:
         """See ``Held``."""

@@ -222,6 +222,15 @@ def test_a_source_is_not_found_before_the_step_that_computes_it_has_ended() -> N
     harness.drain()
     assert harness.sources.num_encoded == 2
 
+    """Check it: the encoder may have returned NaN."""
+    harness = SourceHarness()
+    harness.add_source("a", SOURCES[2])
+    harness.step(fail_rows=1)
+    harness.drain()
+    harness.add_source("b", SOURCES[2])
+    harness.drain()
+    assert harness.sources.num_encoded == 2
+
 
 def test_two_sources_that_fill_the_pool_do_not_wait_for_each_other() -> None:
     harness = SourceHarness(num_blocks=14)
