@@ -151,12 +151,13 @@ class GenerationBuilder(GenerationKind, KindBuilder):
         return [_assemble(loaded, share, context) for loaded, share in shared]
 
 
-def kv_shares(models: Collection[ModelFolder], context: BuildContext) -> list[KVShare]:
-    """Load models and return what KV each would get, on the calling thread.
+def planned(models: Collection[ModelFolder], context: BuildContext) -> list[tuple[KVShare, str]]:
+    """Load models on the calling thread; return what KV each would get, and its tokenizer's class.
 
     Raises as ``KindBuilder.build`` does.
     """
-    return [share for _, share in _load_all(models, context)]
+    loaded = _load_all(models, context)
+    return [(share, (each.seq2seq or each.tokenizer).description) for each, share in loaded]
 
 
 def _load_all(

@@ -13,7 +13,7 @@ from mlx_parallm.engine.kind import BuildContext, KindBuilder, TellProgress
 from mlx_parallm.engine.local_life import LocalLife, own_worker
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.models import WorkBeside
-from mlx_parallm.generation.build import GenerationBuilder, kv_shares
+from mlx_parallm.generation.build import GenerationBuilder, planned
 from mlx_parallm.generation.kv_cache.budget import KVShare
 from mlx_parallm.pooling.build import PoolingBuilder
 from mlx_parallm.serving.kinds import ignore_progress
@@ -70,8 +70,10 @@ def local_life(config: EngineConfig, on_progress: TellProgress) -> LocalLife:
     return LocalLife(config, on_progress, build_engines, training_beside)
 
 
-def planned_kv(config: EngineConfig) -> list[KVShare]:
-    """Load every model and return what KV each that generates would get, on the calling thread.
+def planned_models(config: EngineConfig) -> list[tuple[KVShare, str]]:
+    """Load every model on the calling thread; return facts about those that generate.
+
+    They are the KV that each would get, and the class of its tokenizer.
 
     Raises as ``build_engines`` does.
     """
@@ -81,6 +83,6 @@ def planned_kv(config: EngineConfig) -> list[KVShare]:
         *others, generators = sort_by_kind(BUILDERS, named, ignore_progress)
         context = BuildContext(named, MetricFamilies(), worker, ignore_progress)
         built = [kind.build(each, context) for kind, each in zip(BUILDERS, others, strict=False)]
-        shares = kv_shares(generators, context)
+        facts = planned(generators, context)
         del built
-        return shares
+        return facts

@@ -50,13 +50,16 @@ def load_with_mlx_lm(
     eos = frozenset[int](wrapper.eos_token_ids)
     sides = piece_sides(hub, JinjaChat(hub.chat_template, hub.special_tokens_map))
     if sides is not None:
-        source = None if sides.source is None else _of_pieces(sides.source, eos)
-        return replace(_of_pieces(sides.target, eos), source=source)
+        name = f"{type(hub).__name__} ({sides.library})"
+        source = None if sides.source is None else _of_pieces(name, sides.source, eos)
+        return replace(_of_pieces(name, sides.target, eos), source=source)
     plain = None
     if wrapper._chat_template is None:
         # mlx_lm passes templates whether the model thinks.
         plain = plain_of(hub, {"enable_thinking": wrapper.has_thinking})
+    library = "Python code" if _encoder(hub) is None else "tokenizers"
     return LoadedTokenizer(
+        name=f"{type(hub).__name__} ({library})",
         renderer=plain or wrapper,
         hub=plain or hub,
         encoder=_encoder(hub),
@@ -67,8 +70,9 @@ def load_with_mlx_lm(
     )
 
 
-def _of_pieces(tokenizer: PieceTokenizer, eos_ids: frozenset[int]) -> LoadedTokenizer:
+def _of_pieces(name: str, tokenizer: PieceTokenizer, eos_ids: frozenset[int]) -> LoadedTokenizer:
     return LoadedTokenizer(
+        name=name,
         renderer=tokenizer,
         hub=tokenizer,
         encoder=None,

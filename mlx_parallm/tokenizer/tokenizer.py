@@ -43,9 +43,13 @@ class ParallmTokenizer:
 
     Texts are encoded by the tokenizers library directly, without a lock. If a tokenizer's class
     does more than that, its Python code is called under a lock, because it is not thread-safe.
+
+    Attributes:
+        description: its class and the library that encodes.
     """
 
     def __init__(self, loaded: LoadedTokenizer) -> None:
+        self.description = loaded.name
         self._hub = loaded.hub
         self._renderer = loaded.renderer
         self._eos_ids = loaded.eos_ids

@@ -35,6 +35,7 @@ def with_template(template: str) -> ParallmTokenizer:
     plain = PlainTokenizer(backend, JinjaChat(template, SPECIAL_TOKENS))
     tokenizer = ParallmTokenizer(
         LoadedTokenizer(
+            name="bytes",
             renderer=plain,
             hub=plain,
             encoder=backend,

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_parallm.config import CacheConfig, EngineConfig, SchedulerConfig
 from mlx_parallm.generation.build import _Loaded
-from mlx_parallm.serving.build import planned_kv
+from mlx_parallm.serving.build import planned_models
 from mlx_parallm.serving.parallel_engines import share_of
 from mlx_parallm.types.errors import ConfigError
 from tests.fake_mac.mac import ALL, GIB, WORKING_SETS, FakeMac
@@ -22,7 +22,7 @@ BLOCK_BYTES = 16 * 6 * 2 * 64 * 2 * 4
 
 def kv_bytes(config: EngineConfig | None = None) -> int:
     """Return the size of the demonstration model's KV pool, without its last part of a block."""
-    (share,) = planned_kv(config or EngineConfig())
+    ((share, _),) = planned_models(config or EngineConfig())
     return share.num_bytes
 
 

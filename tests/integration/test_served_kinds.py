@@ -28,7 +28,7 @@ from mlx_parallm.generation.kind import GenerationClient
 from mlx_parallm.generation.model import GENERATION_TRAITS
 from mlx_parallm.pooling.client import PoolingClient
 from mlx_parallm.pooling.model import POOLING_TRAITS
-from mlx_parallm.serving.build import BUILDERS, _generator_folders, planned_kv
+from mlx_parallm.serving.build import BUILDERS, _generator_folders, planned_models
 from mlx_parallm.types.errors import (
     InvalidRequestError,
     ModelNotFoundError,
@@ -364,5 +364,6 @@ def test_the_generators_are_found_beside_any_kinds(
     )
     config = EngineConfig(models=models, cache=CacheConfig(kv_cache_bytes=8 << 20))
     assert _generator_folders(config) == {"chat": DEMO_FOLDER}
-    (share,) = planned_kv(config)
+    ((share, tokenizer),) = planned_models(config)
     assert share.name == "chat"
+    assert tokenizer == "TokenizersBackend (tokenizers)"

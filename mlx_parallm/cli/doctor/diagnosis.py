@@ -51,6 +51,7 @@ PACKAGES = (
     "mlx-lm",
     "transformers",
     "tokenizers",
+    "sentencepiece",
     "huggingface-hub",
     "numpy",
     "pillow",
@@ -101,6 +102,7 @@ class Diagnosis:
         speed: of the demonstration model; None on a CPU, and where several ranks compute a model.
         pictures: by format, why its files are not read; None: they are.
         kv: by the model's name.
+        tokenizers: their classes by the model's name; encoder-decoders' with their languages.
         kv_problem: the error if the models could not be loaded with these settings.
         kv_folder: None without ``--kv-disk``.
         world: None for a process that is alone.
@@ -124,6 +126,7 @@ class Diagnosis:
     pictures: dict[str, str | None]
     advice: tuple[str, ...]
     kv: dict[str, KVFit]
+    tokenizers: dict[str, str]
     kv_problem: str | None = None
     kv_folder: KVFolderReport | None = None
     world: WorldReport | None = None
@@ -156,7 +159,7 @@ def diagnose(config: EngineConfig, world: WorldReport | None = None) -> Diagnosi
         checks["compiler"] = compiler
     rejected = _rejected(checks, (*tunings, *kernels))
     speed = _speed() if world is None else None
-    kv, kv_problem = fitting_kv(config) if world is None else ({}, None)
+    kv, tokenizers, kv_problem = fitting_kv(config) if world is None else ({}, {}, None)
     kv_folder = kv_folder_report(config.cache)
     return Diagnosis(
         device=device,
@@ -183,6 +186,7 @@ def diagnose(config: EngineConfig, world: WorldReport | None = None) -> Diagnosi
             *kv_folder_advice(kv_folder),
         ),
         kv=kv,
+        tokenizers=tokenizers,
         kv_problem=kv_problem,
         kv_folder=kv_folder,
         world=world,
@@ -213,16 +217,17 @@ def _speed() -> SpeedReport | None:
     return speed_report()
 
 
-def fitting_kv(config: EngineConfig) -> tuple[dict[str, KVFit], str | None]:
-    """Return what fits into each model's KV, by name, or the error that prevents it."""
+def fitting_kv(config: EngineConfig) -> tuple[dict[str, KVFit], dict[str, str], str | None]:
+    """Return what fits into each model's KV and its tokenizer, by name, or what prevents it."""
     try:
         # The import is here, so that the rest of the report works even if this fails.
-        from mlx_parallm.serving.build import planned_kv  # noqa: PLC0415
+        from mlx_parallm.serving.build import planned_models  # noqa: PLC0415
 
-        shares = planned_kv(config)
+        models = planned_models(config)
     except (ParallmError, ImportError) as problem:
-        return {}, str(problem)
-    return {share.name: KVFit.of(share) for share in shares}, None
+        return {}, {}, str(problem)
+    tokenizers = {share.name: tokenizer for share, tokenizer in models}
+    return {share.name: KVFit.of(share) for share, _ in models}, tokenizers, None
 
 
 def image_formats() -> dict[str, str | None]:

@@ -36,6 +36,7 @@ def render(diagnosis: Diagnosis) -> list[str]:
         ("adapters", diagnosis.adapters.backend),
         *_compiler_rows(diagnosis.compiler),
         *((f"KV of {name}", fit.text) for name, fit in diagnosis.kv.items()),
+        *((f"tokenizer of {name}", text) for name, text in diagnosis.tokenizers.items()),
         *([("KV", diagnosis.kv_problem)] if diagnosis.kv_problem else []),
         *([("KV folder", kv_folder_text(diagnosis.kv_folder))] if diagnosis.kv_folder else []),
         ("images", _readable(diagnosis.pictures)),

@@ -16,10 +16,14 @@ _ENDS = r"\A\s+|\s+\z"
 
 
 class Sides(NamedTuple):
-    """A tokenizer's sides: ``target`` writes texts; ``source`` is None if it reads them too."""
+    """A tokenizer's sides, and what splits texts.
+
+    ``target`` writes texts; ``source`` is None if it reads them too.
+    """
 
     target: PieceTokenizer
     source: PieceTokenizer | None = None
+    library: str = "sentencepiece"
 
 
 def piece_sides(hub: Any, chat: JinjaChat) -> Sides | None:
@@ -60,7 +64,8 @@ def _byt5(hub: Any, chat: JinjaChat) -> Sides:
     backend.decoder = decoders.ByteLevel()
     _add(backend, added)
     end = [hub.eos_token_id]
-    return Sides(PieceTokenizer(backend, chat, BytePieces(offset), end=end, ends_once=True))
+    target = PieceTokenizer(backend, chat, BytePieces(offset), end=end, ends_once=True)
+    return Sides(target, library="bytes")
 
 
 _CONVERTERS: Mapping[str, Callable[[Any, JinjaChat], Sides]] = {

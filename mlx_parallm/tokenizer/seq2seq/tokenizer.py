@@ -13,6 +13,8 @@ from mlx_parallm.types.token_limit import ANY_LENGTH, TokenLimit
 
 # _TRANSLATION begins the names of tasks that translate, such as "translation_en_to_de".
 _TRANSLATION = "translation"
+# _DESCRIBED: languages in a description.
+_DESCRIBED = 5
 
 
 class Seq2SeqTokenizer:
@@ -39,6 +41,15 @@ class Seq2SeqTokenizer:
         self._begin, self._end = specials_around(
             source.encode("a"), source.encode("a", add_special_tokens=False)
         )
+
+    @property
+    def description(self) -> str:
+        """Its class, the library that encodes, and the languages."""
+        names = self.languages
+        some = ", ".join(names[:_DESCRIBED]) + (", …" if len(names) > _DESCRIBED else "")
+        languages = f"{len(names)} languages: {some}" if names else "no languages"
+        sides = "" if self.source is self.target else ", one for each side"
+        return f"{self.target.description}{sides}, {languages}"
 
     @property
     def languages(self) -> tuple[str, ...]:

@@ -137,6 +137,20 @@ def test_languages_that_the_files_do_not_add(tmp_path: Path, name: str) -> None:
     assert sides.source.decode([begin]) == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "description"),
+    [
+        ("t5", "T5Tokenizer (tokenizers), no languages"),
+        ("byt5", "ByT5Tokenizer (bytes), no languages"),
+        ("marian", "MarianTokenizer (sentencepiece), one for each side, 2 languages: de, en"),
+        ("madlad", "T5Tokenizer (tokenizers), 3 languages: de, fr, zh_Hant"),
+        ("m2m-100", "M2M100Tokenizer (sentencepiece), 100 languages: af, am, ar, ast, az, …"),
+    ],
+)
+def test_the_description_names_the_class(tmp_path: Path, name: str, description: str) -> None:
+    assert load(FAMILIES[name](tmp_path)).description == description
+
+
 def test_each_side_of_marian_has_its_own_ids_of_special_tokens(tmp_path: Path) -> None:
     folder = FAMILIES["marian-separate"](tmp_path)
     tokens = [token for token in read_json(folder, "target_vocab.json") if token != "<pad>"]
