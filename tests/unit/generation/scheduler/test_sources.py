@@ -222,6 +222,8 @@ def test_a_source_is_not_found_before_the_step_that_computes_it_has_ended() -> N
     harness.drain()
     assert harness.sources.num_encoded == 2
 
+
+def test_a_source_whose_rows_fail_is_not_found_again() -> None:
     """Check it: the encoder may have returned NaN."""
     harness = SourceHarness()
     harness.add_source("a", SOURCES[2])
