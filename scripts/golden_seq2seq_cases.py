@@ -51,6 +51,52 @@ def _t5(name: str, model_type: str = "t5", **fields: Any) -> Seq2SeqCase:
 
 GATED = {"feed_forward_proj": "gated-gelu"}
 HEAD = {"lm_head.weight": "shared.weight"}
+BART_SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 320,
+    "decoder_start_token_id": 2,
+    "pad_token_id": 1,
+    "eos_token_id": 2,
+}
+#: ``UNEQUAL``: sizes that the two sides need not have in common.
+UNEQUAL: dict[str, Any] = {
+    "encoder_layers": 1,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 8,
+    "encoder_ffn_dim": 40,
+}
+#: ``OLD_FIELDS``: fields of older configs that say otherwise than the family, and do not count.
+OLD_FIELDS: dict[str, Any] = {
+    "add_bias_logits": True,
+    "add_final_layer_norm": True,
+    "extra_pos_embeddings": 1,
+    "normalize_before": True,
+    "normalize_embedding": False,
+    "static_position_embeddings": True,
+}
+
+
+def _bart(name: str, model_type: str, **fields: Any) -> Seq2SeqCase:
+    """Return a case with positions up to 320."""
+    config = BART_SIZES | fields.pop("config", {})
+    return Seq2SeqCase(name, model_type, config, **fields)
+
+
+MARIAN: dict[str, Any] = {
+    "scale_embedding": True,
+    "activation_function": "swish",
+    "decoder_start_token_id": 63,
+    "pad_token_id": 63,
+    "eos_token_id": 0,
+}
+TRUNK_HEAD = {"lm_head.weight": "model.shared.weight"}
 SEQ2SEQ_CASES: tuple[Seq2SeqCase, ...] = (
     _t5("t5"),
     _t5(
@@ -80,4 +126,34 @@ SEQ2SEQ_CASES: tuple[Seq2SeqCase, ...] = (
     _t5("mt5_tied", "mt5"),
     _t5("umt5", "umt5", added=HEAD),
     _t5("umt5_tied", "umt5", config={"feed_forward_proj": "relu"}),
+    _bart("bart", "bart"),
+    _bart("bart_unequal", "bart", config={**UNEQUAL, "activation_function": "relu"}),
+    _bart("bart_old_fields", "bart", written=OLD_FIELDS),
+    _bart("bart_scaled", "bart", config={"scale_embedding": True}, added=TRUNK_HEAD),
+    _bart("bart_gelu_new", "bart", config={"activation_function": "gelu_new"}),
+    _bart("mbart", "mbart", config={"scale_embedding": True}),
+    _bart("mbart_50", "mbart", config={"scale_embedding": True, "activation_function": "relu"}),
+    _bart(
+        "pegasus",
+        "pegasus",
+        config={"scale_embedding": True, "activation_function": "relu", "pad_token_id": 0},
+    ),
+    _bart("m2m_100", "m2m_100", config={"scale_embedding": True}),
+    _bart("nllb", "m2m_100", config={**UNEQUAL, "scale_embedding": True}),
+    _bart("m2m_100_long", "m2m_100", config={"max_position_embeddings": 80}),
+    _bart(
+        "m2m_100_padding", "m2m_100", config={"pad_token_id": 7}, written={"scale_embedding": None}
+    ),
+    _bart("marian", "marian", config=MARIAN),
+    _bart(
+        "marian_two_tables",
+        "marian",
+        config={
+            **MARIAN,
+            "vocab_size": 56,
+            "decoder_vocab_size": 64,
+            "share_encoder_decoder_embeddings": False,
+        },
+    ),
+    _bart("marian_untied", "marian", config=MARIAN, added=TRUNK_HEAD),
 )

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import RotatingKVCache
 from mlx_parallm.models import opt
 from mlx_parallm.models.extended_decoders import EXTENDED_DECODERS
 from mlx_parallm.models.family_weights import FAMILY_WEIGHTS
-from mlx_parallm.models.seq2seq import t5
+from mlx_parallm.models.seq2seq import bart, t5
 from mlx_parallm.models.text_halves import TEXT_HALVES
 from mlx_parallm.models.vision.checkpoint import with_tower
 from mlx_parallm.models.vision.registry import family_of
@@ -27,9 +27,8 @@ OWN_DECODERS: Mapping[str, tuple[type, type]] = {
 }
 #: ``ENCODER_DECODERS``: the same of models whose decoder attends to an encoder's output.
 ENCODER_DECODERS: Mapping[str, tuple[type, type]] = {
-    "mt5": (t5.Model, t5.ModelArgs),
-    "t5": (t5.Model, t5.ModelArgs),
-    "umt5": (t5.Model, t5.ModelArgs),
+    **dict.fromkeys(bart.FAMILIES, (bart.Model, bart.ModelArgs)),
+    **dict.fromkeys(t5.FAMILIES, (t5.Model, t5.ModelArgs)),
 }
 #: ``WINDOWED``: families of which all layers have the window that the config names.
 #: mlx_lm's classes make the mask from the first layer's cache.

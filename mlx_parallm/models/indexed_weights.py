@@ -13,7 +13,7 @@ from mlx_parallm.models.checkpoint_names import Weights
 from mlx_parallm.models.checkpoints.encoder_decoders import is_encoder_decoder
 from mlx_parallm.models.checkpoints.rope_fields import TEXT_CONFIGS
 from mlx_parallm.models.checkpoints.weight_files import weight_files, weight_map
-from mlx_parallm.models.seq2seq.tables import has_own_head
+from mlx_parallm.models.seq2seq.tables import saved_fields
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.json_values import is_mapping
 
@@ -91,7 +91,7 @@ def tied_as_saved(
         ModelLoadError: a file of weights cannot be read.
     """
     if is_encoder_decoder(config):
-        return {**read, TIE_FIELD: not has_own_head(read_weights(folder))}
+        return {**read, **saved_fields(config, read_weights(folder))}
     tied = dict(read)
     for name in TEXT_CONFIGS:
         if is_mapping(config.get(name)):

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 #: ``ENCODER_DECODER_TYPES``: what ``model_type`` is in their configs.
-ENCODER_DECODER_TYPES = frozenset({"mt5", "t5", "umt5"})
+ENCODER_DECODER_TYPES = frozenset(
+    {"bart", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5", "umt5"}
+)
 
 
 def is_encoder_decoder(config: Mapping[str, Any]) -> bool:

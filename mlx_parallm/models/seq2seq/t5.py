@@ -40,6 +40,7 @@ ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
 }
 #: ``SCALE``: the scale of scores. The weights' initial numbers hold what others divide by.
 SCALE = 1.0
+FAMILIES = ("mt5", "t5", "umt5")
 #: ``UNUSED``: a bias that the first checkpoints have and no version of the model used.
 UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 

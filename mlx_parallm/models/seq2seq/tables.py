@@ -2,44 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_parallm.models.checkpoint_names import Weights
+from mlx_parallm.types.errors import ModelLoadError
 
+HEAD = "lm_head"
+LOGITS_BIAS = "final_logits_bias"
+SHARED = "shared"
+#: ``TABLES``: the modules that a checkpoint may have the table in.
+TABLES = (SHARED, "embed_tokens")
 #: ``PARTS``: the arrays of a table, which may be quantised.
 PARTS = ("weight", "scales", "biases")
-HEAD = "lm_head"
-#: ``TABLES``: the modules that a checkpoint may have the table in.
-TABLES = ("shared", "embed_tokens")
 
 
 def one_table(weights: Weights, name: str, copies: Iterable[str]) -> Weights:
-    """Return the weights with one table under ``name``, which any of its copies may be.
-
-    A copy that differs stays, so that the loader reports it.
-    """
+    """Return the weights with one table under ``name``, or else the first of its copies."""
     kept = dict(weights)
     for copy in copies:
-        if all(_is_equal(kept, name, copy, part) for part in PARTS):
-            for part in PARTS:
-                array = kept.pop(f"{copy}.{part}", None)
-                if array is not None:
-                    kept[f"{name}.{part}"] = array
+        for part in PARTS:
+            array = kept.pop(f"{copy}.{part}", None)
+            if array is not None:
+                kept.setdefault(f"{name}.{part}", array)
     return kept
+
+
+def saved_fields(config: Mapping[str, Any], weights: Weights) -> dict[str, Any]:
+    """Return the fields of a config that the files decide: whether there is a head, and a bias.
+
+    Raises:
+        ModelLoadError: source and target have word embeddings that the model cannot have.
+    """
+    if config.get("share_encoder_decoder_embeddings", True):
+        check_tables(weights)
+    return {
+        "tie_word_embeddings": not has_own_head(weights),
+        "has_final_logits_bias": LOGITS_BIAS in weights,
+    }
 
 
 def has_own_head(weights: Weights) -> bool:
     """Return True if a checkpoint has a head that is no table of word embeddings."""
-    if f"{HEAD}.weight" not in weights:
-        return False
+    return f"{HEAD}.weight" in weights and not any(
+        _are_equal(weights, table, HEAD) for table in _tables(weights)
+    )
+
+
+def check_tables(weights: Weights) -> None:
+    """Raise ModelLoadError if source and target have other word embeddings than the shared ones."""
+    tables = _tables(weights)
+    for table in tables:
+        if not _are_equal(weights, table, tables[0]):
+            raise ModelLoadError(
+                f"{table} and {tables[0]} differ, and only Marian has word embeddings of each side."
+            )
+
+
+def _tables(weights: Weights) -> list[str]:
     modules = {name.rpartition(".")[0] for name in weights}
-    tables = [module for module in modules if module.rpartition(".")[2] in TABLES]
-    return not any(all(_is_equal(weights, each, HEAD, part) for part in PARTS) for each in tables)
+    return sorted(module for module in modules if module.rpartition(".")[2] in TABLES)
 
 
-def _is_equal(weights: Weights, table: str, copy: str, part: str) -> bool:
-    """Return True unless both have this part and it differs."""
-    first, second = weights.get(f"{table}.{part}"), weights.get(f"{copy}.{part}")
-    return first is None or second is None or bool(mx.array_equal(first, second).item())
+def _are_equal(weights: Weights, first: str, second: str) -> bool:
+    """Return True if two modules have the same parts with the same numbers."""
+    for part in PARTS:
+        array, other = weights.get(f"{first}.{part}"), weights.get(f"{second}.{part}")
+        if array is None or other is None:
+            if array is not other:
+                return False
+        elif not mx.array_equal(array, other).item():
+            return False
+    return True
