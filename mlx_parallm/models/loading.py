@@ -27,6 +27,7 @@ from mlx_parallm.models import (
     xlm_roberta,
 )
 from mlx_parallm.models.checkpoint_names import Weights, without
+from mlx_parallm.models.checkpoints.weight_files import check_has_weights
 from mlx_parallm.models.indexed_weights import read_weights
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.numerics.finite import evaluate_weights, scale_modes
@@ -129,13 +130,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_weights(folder: Path) -> Weights:
-    weights = read_weights(folder)
-    if not weights:
-        hint = ""
-        if any(folder.glob("*.bin")):
-            hint = " Its .bin files are pickles, which can run code: convert them to safetensors."
-        raise ModelLoadError(f"{folder} has no model*.safetensors.{hint}")
-    return weights
+    check_has_weights(folder)
+    return read_weights(folder)
 
 
 def _build(config: dict[str, Any], weights: Weights) -> Any:

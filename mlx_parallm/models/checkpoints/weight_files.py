@@ -21,6 +21,11 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 # PATTERN: the files that mlx_lm reads, all of them.
 PATTERN = "model*.safetensors"
+#: ``PICKLES``: the end of messages about folders that lack safetensors.
+PICKLES = (
+    "Weights that are pickles, such as pytorch_model.bin, can run code and are not read: "
+    "examples/safetensors_from_bin.py converts them."
+)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -44,6 +49,12 @@ def weight_files(folder: Path) -> list[Path]:
     elif named:
         raise ModelLoadError(f"{folder} has none of the files that {INDEX} names.")
     return files
+
+
+def check_has_weights(folder: Path) -> None:
+    """Raise ModelLoadError if a folder has no weights that can be read, or see ``weight_files``."""
+    if not weight_files(folder):
+        raise ModelLoadError(f"{folder} has no {PATTERN}. {PICKLES}")
 
 
 def missing_files(folder: Path) -> list[str]:
@@ -90,8 +101,9 @@ def mlx_lm_folder(folder: Path) -> Generator[Path]:
     the context; arrays that are read lazily keep their files open.
 
     Raises:
-        ModelLoadError: see ``weight_files``.
+        ModelLoadError: see ``check_has_weights``.
     """
+    check_has_weights(folder)
     files = weight_files(folder)
     if files == sorted(folder.glob(PATTERN)):
         yield folder

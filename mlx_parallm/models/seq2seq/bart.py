@@ -27,7 +27,6 @@ from mlx_parallm.models.seq2seq.packed_rows import (
     split_heads,
 )
 from mlx_parallm.models.seq2seq.positions import (
-    LearnedPositions,
     SinusoidalPositions,
     m2m_sinusoids,
     marian_sinusoids,
@@ -42,6 +41,9 @@ ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "silu": nn.silu,
     "swish": nn.silu,
 }
+#: ``LEARNED_OFFSET``: the first rows of a learned table are never used. Fairseq, where the weights
+#: come from, counted positions from the padding id on.
+LEARNED_OFFSET = 2
 #: ``FLOAT16_BOUND``: the largest hidden states of an encoder in float16, as in transformers.
 FLOAT16_BOUND = 65504 - 1000
 TRUNK = "model."
@@ -92,6 +94,7 @@ class ModelArgs(BaseModelArgs):
             sets it by the files, as transformers does.
         has_final_logits_bias: True if the files have a bias of the logits, set so too; a file
             without one has zeros.
+        has_position_tables: True if the files have the sinusoids of Marian or Pegasus, set so too.
     """
 
     model_type: str = "bart"
@@ -111,6 +114,7 @@ class ModelArgs(BaseModelArgs):
     share_encoder_decoder_embeddings: bool = True
     tie_word_embeddings: bool = True
     has_final_logits_bias: bool = True
+    has_position_tables: bool = False
 
     def __post_init__(self) -> None:
         """Fill in what depends on the family.
@@ -153,11 +157,20 @@ class ModelArgs(BaseModelArgs):
         """Return a new table of word embeddings."""
         return nn.Embedding(vocab_size, self.d_model)
 
-    def positions(self) -> LearnedPositions | SinusoidalPositions:
-        """Return new positions of the encoder or the decoder."""
+    @property
+    def computes_positions(self) -> bool:
+        """True if positions are no parameters."""
+        kind = self.family.positions
+        return kind == "m2m" or (kind == "marian" and not self.has_position_tables)
+
+    @property
+    def position_offset(self) -> int:
+        """The row of the first position in a table of parameters."""
+        return LEARNED_OFFSET if self.family.positions == "learned" else 0
+
+    def sinusoids(self) -> SinusoidalPositions:
+        """Return new sinusoids of the encoder or the decoder."""
         count, size = self.max_position_embeddings, self.d_model
-        if self.family.positions == "learned":
-            return LearnedPositions(count, size)
         if self.family.positions == "marian":
             return SinusoidalPositions(partial(marian_sinusoids, size=size), count)
         pad = self.pad_token_id
@@ -272,16 +285,35 @@ class Stack(nn.Module):
         self.embedding_scale = args.d_model**0.5 if args.scale_embedding else 1.0
         if args.has_two_tables:
             self.embed_tokens = args.table(vocab_size)
-        self.embed_positions = args.positions()
+        if args.computes_positions:
+            self.sinusoids = args.sinusoids()
+        else:
+            self.position_offset = args.position_offset
+            rows = args.max_position_embeddings + args.position_offset
+            self.embed_positions = nn.Embedding(rows, args.d_model)
         if args.family.norms_embeddings:
             self.layernorm_embedding = nn.LayerNorm(args.d_model)
         self.layers = layers
         if args.family.norms_before:
             self.layer_norm = nn.LayerNorm(args.d_model)
 
-    def embed(self, words: mx.array, positions: mx.array) -> mx.array:
-        """Return the input of the first layer: scaled word embeddings and positions."""
-        x = words * self.embedding_scale + positions.astype(words.dtype)
+    def embed(
+        self, table: nn.Embedding, tokens: mx.array, positions: mx.array, end: int = 0
+    ) -> mx.array:
+        """Return the input of the first layer ``[B, L, E]``: word embeddings and positions.
+
+        Args:
+            table: the word embeddings.
+            tokens: ``[B, L]``.
+            positions: those of the tokens, from 0 on.
+            end: larger than any position; 0 if the config's positions suffice.
+        """
+        words = table(tokens)
+        if "embed_positions" in self:
+            rows = self.embed_positions(positions + self.position_offset)
+        else:
+            rows = self.sinusoids.rows(positions, tokens, end)
+        x = words * self.embedding_scale + rows.astype(words.dtype)
         return self.layernorm_embedding(x) if "layernorm_embedding" in self else x
 
     def finish(self, x: mx.array) -> mx.array:
@@ -349,8 +381,7 @@ class Model(nn.Module):
         encoder = self.model.encoder
         tokens = mx.concatenate(ids)[None]
         places = mx.concatenate([self._source_positions(each) for each in ids])[None]
-        positions = encoder.embed_positions.rows(places, tokens, max(lengths))
-        x = encoder.embed(self.model.source_table(tokens), positions)
+        x = encoder.embed(self.model.source_table, tokens, places, max(lengths))
         for layer in encoder.layers:
             x = layer(x, lengths)
             yield x
@@ -363,7 +394,7 @@ class Model(nn.Module):
         decoder, table = self.model.decoder, self.model.target_table
         # Rows of a packed forward have offsets of their own.
         places = mx.arange(tokens.shape[1]) + mx.array(caches[0].offset)[..., None]
-        x = decoder.embed(table(tokens), decoder.embed_positions.rows(places, tokens))
+        x = decoder.embed(table, tokens, places)
         for layer, layer_cache in zip(self.layers, caches, strict=True):
             x = layer(x, layer_cache)
         x = decoder.finish(x)
@@ -381,7 +412,7 @@ class Model(nn.Module):
             f"{TRUNK}{name}" if name.startswith(PARTS) else name: array
             for name, array in weights.items()
         }
-        dropped = [name for name in named if name.endswith((".version", *self._unused()))]
+        dropped = [name for name in named if name.endswith(self._unused())]
         for name in dropped:
             del named[name]
         copies = [HEAD] if self.args.tie_word_embeddings else []
@@ -390,12 +421,14 @@ class Model(nn.Module):
         copies += ["model.decoder.embed_tokens", "model.encoder.embed_tokens"]
         return one_table(named, "model.shared", copies)
 
-    def _unused(self) -> list[str]:
-        """Return the ends of names of weights that this family computes or does not have."""
-        unused = [] if self.args.has_final_logits_bias else [LOGITS_BIAS]
-        if self.args.family.positions != "learned":
+    def _unused(self) -> tuple[str, ...]:
+        """Return the ends of names of weights that this model computes or does not have."""
+        unused = [".version"]
+        if not self.args.has_final_logits_bias:
+            unused.append(LOGITS_BIAS)
+        if self.args.computes_positions:
             unused += ["embed_positions.weight", "embed_positions.weights"]
-        return unused
+        return tuple(unused)
 
     def _source_positions(self, ids: mx.array) -> mx.array:
         """Return the positions ``[S]`` of a source's tokens; M2M-100 does not count padding."""

@@ -1,8 +1,7 @@
-"""Absolute positions of encoder-decoders: learned ones, and two kinds of sinusoids.
+"""Two kinds of sinusoids for absolute positions.
 
-The sinusoids are those of "Attention Is All You Need" (arXiv:1706.03762) but for the order of their
-columns: sines first, then cosines. They are computed in the precision that models were trained
-with.
+They are those of "Attention Is All You Need" (arXiv:1706.03762) but for the order of their columns:
+sines first, then cosines. They are computed in the precision that models were trained with.
 """
 
 from __future__ import annotations
@@ -11,34 +10,12 @@ import math
 from collections.abc import Callable
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
-#: ``LEARNED_OFFSET``: the first rows of a learned table are never used. Fairseq, where the weights
-#: come from, counted positions from the padding id on.
-LEARNED_OFFSET = 2
 BASE = 10000
 
 
-class LearnedPositions(nn.Embedding):
-    """A table with a row for each position up to the longest text's."""
-
-    def __init__(self, count: int, size: int) -> None:
-        super().__init__(count + LEARNED_OFFSET, size)
-
-    def rows(self, positions: mx.array, tokens: mx.array, end: int = 0) -> mx.array:
-        """Return what is added to the embeddings of tokens ``[B, L]``: ``[B, L, E]``.
-
-        Args:
-            positions: of the tokens, from 0 on.
-            tokens: their ids.
-            end: larger than any position; 0 if the table is long enough.
-        """
-        del tokens, end
-        return self(positions + LEARNED_OFFSET)
-
-
-class SinusoidalPositions(nn.Module):
+class SinusoidalPositions:
     """Sinusoids, which are no parameters.
 
     Args:
@@ -50,13 +27,18 @@ class SinusoidalPositions(nn.Module):
     def __init__(
         self, sinusoids: Callable[[int], np.ndarray], count: int, padding_id: int | None = None
     ) -> None:
-        super().__init__()
         self._sinusoids = sinusoids
         self._padding_id = padding_id
         self._table = mx.array(sinusoids(count))
 
     def rows(self, positions: mx.array, tokens: mx.array, end: int = 0) -> mx.array:
-        """See ``LearnedPositions``."""
+        """Return what is added to the embeddings of tokens ``[B, L]``: float32 ``[B, L, E]``.
+
+        Args:
+            positions: of the tokens.
+            tokens: their ids.
+            end: larger than any position; 0 if none is behind the table.
+        """
         is_short = end > len(self._table)
         rows = (mx.array(self._sinusoids(end)) if is_short else self._table)[positions]
         if self._padding_id is None:

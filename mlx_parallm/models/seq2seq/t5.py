@@ -288,6 +288,8 @@ class Model(nn.Module):
 
     #: Biases by distance have no end.
     max_source_len: int | None = None
+    #: The feed-forward parts of trained models write numbers beyond float16 into hidden states.
+    overflows_in_float16 = True
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()

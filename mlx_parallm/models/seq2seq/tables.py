@@ -12,6 +12,7 @@ from mlx_parallm.types.errors import ModelLoadError
 
 HEAD = "lm_head"
 LOGITS_BIAS = "final_logits_bias"
+POSITIONS = "encoder.embed_positions.weight"
 SHARED = "shared"
 #: ``TABLES``: the modules that a checkpoint may have the table in.
 TABLES = (SHARED, "embed_tokens")
@@ -31,7 +32,7 @@ def one_table(weights: Weights, name: str, copies: Iterable[str]) -> Weights:
 
 
 def saved_fields(config: Mapping[str, Any], weights: Weights) -> dict[str, Any]:
-    """Return the fields of a config that the files decide: whether there is a head, and a bias.
+    """Return the fields of a config that the files decide: if there is a head, and so on.
 
     Raises:
         ModelLoadError: source and target have word embeddings that the model cannot have.
@@ -41,14 +42,15 @@ def saved_fields(config: Mapping[str, Any], weights: Weights) -> dict[str, Any]:
     return {
         "tie_word_embeddings": not has_own_head(weights),
         "has_final_logits_bias": LOGITS_BIAS in weights,
+        "has_position_tables": any(name.endswith(POSITIONS) for name in weights),
     }
 
 
 def has_own_head(weights: Weights) -> bool:
     """Return True if a checkpoint has a head that is no table of word embeddings."""
-    return f"{HEAD}.weight" in weights and not any(
-        _are_equal(weights, table, HEAD) for table in _tables(weights)
-    )
+    tables = _tables(weights)
+    has_head = bool(tables) and f"{HEAD}.weight" in weights
+    return has_head and not any(_are_equal(weights, table, HEAD) for table in tables)
 
 
 def check_tables(weights: Weights) -> None:

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.models.checkpoints.sentence_transformers import DenseSpec
+from mlx_parallm.models.checkpoints.weight_files import PICKLES
 from mlx_parallm.numerics.finite import evaluate_weights
 from mlx_parallm.types.errors import ModelLoadError
 
@@ -70,7 +71,7 @@ def load_dense(spec: DenseSpec) -> DenseLayer:
         )
     file = spec.folder / "model.safetensors"
     if not file.exists():
-        raise ModelLoadError(f"{file} is missing; pickles are not supported.")
+        raise ModelLoadError(f"{file} is missing. {PICKLES}")
     try:
         weights = cast("dict[str, mx.array]", mx.load(str(file)))
     except (OSError, RuntimeError, ValueError) as cause:

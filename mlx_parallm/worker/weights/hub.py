@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 
 PATTERNS = (
-    *("*.json", "model*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja"),
+    *("*.json", "model*.safetensors", "*.model", "*.spm", "*.tiktoken", "*.txt", "*.jinja"),
     # Modules of sentence-transformers, such as 2_Dense; and the settings of Stanford's ColBERT.
     *("[0-9]_*/model*.safetensors", "artifact.metadata"),
 )

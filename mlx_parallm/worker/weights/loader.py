@@ -259,11 +259,23 @@ def _warn_of_tower(model: Any, config: dict[str, Any], path: Path, *, is_cut: bo
 
 
 def cast_model(model: Any, dtype: str, rule: CastRule) -> tuple[Any, bool]:
-    """Return the model in the dtype it computes in, and whether ``rule`` made that float32."""
+    """Return the model in the dtype it computes in, and whether ``rule`` made that float32.
+
+    Raises:
+        ConfigError: the model overflows in this dtype.
+    """
+    is_narrow = getattr(model, "overflows_in_float16", False)
     if dtype != "auto":
+        if is_narrow and dtype == "float16":
+            raise ConfigError(
+                f"dtype float16 is too narrow for {model.model_type}, whose hidden states exceed "
+                "65504; bfloat16 and float32 are not."
+            )
         model.set_dtype(DTYPES[dtype])
         return model, False
     if not rule.applies(4 * mlx_lm_utils.get_total_parameters(model)):
+        if is_narrow:
+            model.set_dtype(mx.bfloat16, lambda own: own == mx.float16)
         return model, False
     if any(isinstance(module, nn.QuantizedLinear) for module in model.modules()):
         model = mlx_lm_utils.dequantize_model(model)

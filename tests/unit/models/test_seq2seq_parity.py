@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,7 @@ from mlx_parallm.types.model_input import TOKEN_IDS
 from mlx_parallm.worker.weights.loader import load_model
 from tests.encoder_folders import write_golden
 from tests.golden_sources import golden_ids
-
-GOLDEN = Path(__file__).parents[2] / "golden" / "seq2seq"
-NAMES = sorted(file.stem for file in GOLDEN.glob("*.json"))
-
-
-def read_seq2seq(name: str) -> dict[str, Any]:
-    return json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+from tests.seq2seq_folders import read_seq2seq, seq2seq_names
 
 
 def load(folder: Path, golden: dict[str, Any]) -> Any:
@@ -38,16 +31,16 @@ def caches_of(model: Any, source: list[int]) -> list[Any]:
     return caches
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", seq2seq_names())
 def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     golden = read_seq2seq(name)
     model = load(tmp_path, golden)
     for case in golden["sources"]:
         source = golden_ids(case["seed"], case["length"], golden["config"]["vocab_size"])
         caches = caches_of(model, source)
-        logits = np.array(model(mx.array([case["prompt"]]), caches)[0, -1])
-        expected = np.array(case["logits"])
-        assert np.abs(logits - expected).max() <= golden["tolerance"] * np.abs(expected).max()
-        for token in case["tokens"]:
-            assert int(logits.argmax()) == token
-            logits = np.array(model(mx.array([[token]]), caches)[0, -1])
+        logits: list[np.ndarray] = []
+        for tokens in (case["prompt"], *([token] for token in case["tokens"][:-1])):
+            logits.append(np.array(model(mx.array([tokens]), caches)[0, -1]))
+        assert [int(row.argmax()) for row in logits] == case["tokens"]
+        for row, expected in zip((logits[0], logits[-1]), np.array(case["logits"]), strict=True):
+            assert np.abs(row - expected).max() <= golden["tolerance"] * np.abs(expected).max()
