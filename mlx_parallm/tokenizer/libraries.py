@@ -50,16 +50,18 @@ def load_with_mlx_lm(
     eos = frozenset[int](wrapper.eos_token_ids)
     sides = piece_sides(hub, JinjaChat(hub.chat_template, hub.special_tokens_map))
     if sides is not None:
-        name = f"{type(hub).__name__} ({sides.library})"
-        source = None if sides.source is None else _of_pieces(name, sides.source, eos)
-        return replace(_of_pieces(name, sides.target, eos), source=source)
+        target = _of_pieces(sides.target, type(hub).__name__, sides.library, eos)
+        if sides.source is None:
+            return target
+        read = replace(target, renderer=sides.source, hub=sides.source)
+        return replace(target, source=replace(read, decoder=sides.source.backend_tokenizer))
     plain = None
     if wrapper._chat_template is None:
         # mlx_lm passes templates whether the model thinks.
         plain = plain_of(hub, {"enable_thinking": wrapper.has_thinking})
-    library = "Python code" if _encoder(hub) is None else "tokenizers"
     return LoadedTokenizer(
-        name=f"{type(hub).__name__} ({library})",
+        class_name=type(hub).__name__,
+        library="Python code" if _encoder(hub) is None else "tokenizers",
         renderer=plain or wrapper,
         hub=plain or hub,
         encoder=_encoder(hub),
@@ -70,9 +72,12 @@ def load_with_mlx_lm(
     )
 
 
-def _of_pieces(name: str, tokenizer: PieceTokenizer, eos_ids: frozenset[int]) -> LoadedTokenizer:
+def _of_pieces(
+    tokenizer: PieceTokenizer, class_name: str, library: str, eos_ids: frozenset[int]
+) -> LoadedTokenizer:
     return LoadedTokenizer(
-        name=name,
+        class_name=class_name,
+        library=library,
         renderer=tokenizer,
         hub=tokenizer,
         encoder=None,

@@ -77,7 +77,8 @@ class LoadedTokenizer:
     """A tokenizer loaded by mlx_lm.
 
     Attributes:
-        name: the name of transformers' class, and the library that encodes.
+        class_name: the name of transformers' class.
+        library: what encodes.
         renderer: encodes texts, and renders conversations as mlx_lm does.
         hub: the tokenizer of transformers in it.
         encoder: the Rust tokenizer if the Python class adds nothing to its encoding, else None.
@@ -88,7 +89,8 @@ class LoadedTokenizer:
         source: the tokenizer of what an encoder-decoder reads, if it is not that of what it writes.
     """
 
-    name: str
+    class_name: str
+    library: str
     renderer: TextRenderer
     hub: HubTokenizer
     encoder: Tokenizer | None

@@ -45,11 +45,13 @@ class ParallmTokenizer:
     does more than that, its Python code is called under a lock, because it is not thread-safe.
 
     Attributes:
-        description: its class and the library that encodes.
+        class_name: the name of transformers' class.
+        description: this name and the library that encodes.
     """
 
     def __init__(self, loaded: LoadedTokenizer) -> None:
-        self.description = loaded.name
+        self.class_name = loaded.class_name
+        self.description = f"{loaded.class_name} ({loaded.library})"
         self._hub = loaded.hub
         self._renderer = loaded.renderer
         self._eos_ids = loaded.eos_ids

@@ -35,7 +35,8 @@ def with_template(template: str) -> ParallmTokenizer:
     plain = PlainTokenizer(backend, JinjaChat(template, SPECIAL_TOKENS))
     tokenizer = ParallmTokenizer(
         LoadedTokenizer(
-            name="bytes",
+            class_name="bytes",
+            library="tokenizers",
             renderer=plain,
             hub=plain,
             encoder=backend,

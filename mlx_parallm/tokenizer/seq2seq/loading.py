@@ -19,8 +19,10 @@ from mlx_parallm.tokenizer.seq2seq.tokenizer import Seq2SeqTokenizer
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.errors import ModelLoadError
 
-# _CLASSES: the class of a tokenizer by model type, where tokenizer_config.json names none.
-_CLASSES = {"m2m_100": "M2M100Tokenizer", "mbart": "MBartTokenizer", "marian": "MarianTokenizer"}
+# _CLASSES: the class by whose rules a tokenizer without a class of its own reads languages. M2M-100
+# itself has no fast tokenizer.
+_CLASSES = {"m2m_100": "NllbTokenizer", "mbart": "MBartTokenizer"}
+_GENERIC = "TokenizersBackend"
 # _CODES: how the classes with a token per language write it, and the source's language by default.
 _CODES = {
     "MBartTokenizer": (re.compile(r"([a-z]{2,3}_[A-Z]{2})"), "en_XX"),
@@ -53,14 +55,10 @@ def load_seq2seq(folder: Path, tokenizer: ParallmTokenizer) -> Seq2SeqTokenizer 
     return Seq2SeqTokenizer(tokenizer.source_side, tokenizer, rules, languages)
 
 
-def tokenizer_class(settings: Fields, model_type: str) -> str:
-    """Return the name of transformers' class, without "Fast"; empty if it is not known."""
-    name = settings.text("tokenizer_class") or _CLASSES.get(model_type, "")
-    return name.removesuffix("Fast")
-
-
 def _languages(settings: Fields, rules: Seq2SeqRules, tokenizer: ParallmTokenizer) -> Languages:
-    name = tokenizer_class(settings, rules.model_type)
+    name = tokenizer.class_name.removesuffix("Fast")
+    if name == _GENERIC:
+        name = _CLASSES.get(rules.model_type, name)
     if name in _CODES:
         return _language_tokens(name, settings, tokenizer)
     is_marian = name == "MarianTokenizer"

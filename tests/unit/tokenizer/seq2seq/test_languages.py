@@ -163,6 +163,19 @@ def test_the_class_of_a_tokenizer_may_be_left_out(tmp_path: Path) -> None:
     assert load(tmp_path).languages == ("de", "en")
 
 
+@pytest.mark.parametrize("family", ["mbart", "nllb"])
+def test_the_class_of_a_tokenizer_may_be_the_general_one(tmp_path: Path, family: str) -> None:
+    folder = FAMILIES[family](tmp_path)
+    source, target = PAIRS[family]
+    expected = load(folder).encode_source(TEXT, src_lang=source, tgt_lang=target)
+    settings = read_json(folder, "tokenizer_config.json")
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    write_json(folder, "tokenizer_config.json", settings)
+    ours = load(folder)
+    assert ours.description.startswith("TokenizersBackend")
+    assert ours.encode_source(TEXT, src_lang=source, tgt_lang=target) == expected
+
+
 def test_a_tokenizer_that_lost_its_languages(tmp_path: Path) -> None:
     write_nllb(tmp_path)
     tokens = read_json(tmp_path, "tokenizer.json")

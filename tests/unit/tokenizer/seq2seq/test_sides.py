@@ -151,6 +151,21 @@ def test_the_description_names_the_class(tmp_path: Path, name: str, description:
     assert load(FAMILIES[name](tmp_path)).description == description
 
 
+@pytest.mark.parametrize("name", ["marian", "marian-to-many"])
+def test_a_source_has_its_spaces_on_both_sides(tmp_path: Path, name: str) -> None:
+    sides = load(FAMILIES[name](tmp_path))
+    ids = sides.encode_source("the cat saw two birds")
+    assert sides.source.decode(ids) == sides.target.decode(ids) == "the cat saw two birds"
+
+
+def test_pegasus_has_its_pretraining_tokens_before_all_pieces(tmp_path: Path) -> None:
+    sides = load(FAMILIES["pegasus"](tmp_path))
+    strings = [sides.target.vocabulary_string(token_id) for token_id in range(106)]
+    assert strings[:5] == ["<pad>", "</s>", "<mask_1>", "<mask_2>", "<unk_2>"]
+    assert strings[104:] == ["<unk_102>", "<unk>"]
+    assert min(sides.encode_target("the cat saw two birds")) > 105
+
+
 def test_each_side_of_marian_has_its_own_ids_of_special_tokens(tmp_path: Path) -> None:
     folder = FAMILIES["marian-separate"](tmp_path)
     tokens = [token for token in read_json(folder, "target_vocab.json") if token != "<pad>"]
