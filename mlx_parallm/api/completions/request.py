@@ -25,7 +25,7 @@ from mlx_parallm.types.token_limit import TokenLimit
 
 # What the body calls the engine's names.
 FIELDS = {"messages": "prompt"}
-SOURCE_FIELDS = {"messages": "decoder_prompt", "prompt": "decoder_prompt", "source": "prompt"}
+SOURCE_FIELDS = {"messages": "decoder_prompt"}
 
 
 class Prompt(NamedTuple):
