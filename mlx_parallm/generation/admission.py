@@ -148,9 +148,7 @@ def fitted(request: GenerateRequest, room: StepRoom) -> GenerateRequest:
         detail = f"However, {needed} tokens were requested, prompt and completion together."
         if source_len:
             detail += f" The source has {source_len}, beside which the KV pool holds {left}."
-        raise ContextLengthError(
-            room.max_len, detail, param="prompt" if source_len else "messages"
-        )
+        raise ContextLengthError(room.max_len, detail, param="prompt" if source_len else "messages")
     if not source_len or max_tokens is not None:
         return request
     return replace(request, params=replace(request.params, max_tokens=longest - prompt_len))
