@@ -101,7 +101,7 @@ def random_weights(config: Mapping[str, Any], seed: int) -> dict[str, mx.array]:
     fresh: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     dtype = DTYPES[config["torch_dtype"]]
     for name, weight in fresh.items():
-        if weight.ndim == 2:
+        if weight.ndim == 2 and "." in name:
             scale = _scale(name, weight.shape[1], config)
             weight = mx.random.normal(weight.shape, dtype=dtype, scale=scale)
         fresh[name] = weight.astype(dtype)

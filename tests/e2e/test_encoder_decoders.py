@@ -55,7 +55,7 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, str]:
-    """What the model writes for each source, one after the other, offline."""
+    """Texts of the model for each source, one after the other, offline."""
     cache = CacheConfig(kv_cache_bytes=MEMORY)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with LLM(str(folder), max_source_len=MAX_SOURCE_LEN, max_model_len=256, cache=cache) as llm:
