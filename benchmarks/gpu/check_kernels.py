@@ -76,15 +76,18 @@ def shapes() -> Iterator[Case]:
 
 
 def features() -> Iterator[Case]:
-    """Yield cases of windows, sinks and soft caps, alone and combined."""
+    """Yield cases of windows, sinks, soft caps and biases by distance, alone and combined."""
     for dtype in TOLERANCES:
         yield replace(FULL, dtype=dtype, window=100)
         yield replace(FULL, dtype=dtype, sinks=True)
         yield replace(FULL, dtype=dtype, soft_cap=5.0)
         yield replace(FULL, dtype=dtype, window=300, sinks=True, soft_cap=5.0)
+        yield replace(FULL, dtype=dtype, distances=129)
     for window, sinks in itertools.product((None, 50), (False, True)):
         yield replace(FULL, sequences=MIXED, window=window, sinks=sinks)
     yield replace(FULL, sequences=MIXED, soft_cap=5.0, sinks=True)
+    yield replace(FULL, sequences=MIXED, distances=129, dtype=mx.bfloat16)
+    yield replace(FULL, distances=129, dtype=mx.bfloat16, quantisation=KVQuantisation(bits=8))
 
 
 def check(language: KernelLanguage, tuning: Tuning | None = None) -> int:
