@@ -60,28 +60,28 @@ from mlx_parallm.worker.weights.loader import LoadedModel
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MAX_SOURCE_LEN = 4, 1024, 128, 1000
 GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 T5_VOCAB = 97
+T5_FIELDS: dict[str, Any] = {
+    "vocab_size": T5_VOCAB,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_heads": 4,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    "tie_word_embeddings": False,
+}
 
 
 def tiny_t5(seed: int = 0, **fields: Any) -> LoadedModel:
     """Return a random T5 whose answers depend on the source, the prompt and the bias."""
-    args = t5.ModelArgs(
-        vocab_size=T5_VOCAB,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_heads=4,
-        num_layers=2,
-        num_decoder_layers=3,
-        relative_attention_num_buckets=8,
-        relative_attention_max_distance=20,
-        tie_word_embeddings=False,
-        **fields,
-    )
+    args = t5.ModelArgs(**T5_FIELDS | fields)
     mx.random.seed(seed)
     model = t5.Model(args)
     model.update(tree_map(lambda array: mx.random.normal(array.shape) * 0.4, model.parameters()))
     mx.eval(model.parameters())
-    config = {"model_type": "t5", "vocab_size": T5_VOCAB, "num_heads": 4}
+    config = {"model_type": "t5"} | T5_FIELDS | fields
     return LoadedModel(model, config, Path("t5"), "float32", 0)
 
 

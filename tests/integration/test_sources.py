@@ -6,14 +6,24 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.models.seq2seq.dense_cache import set_source
 from mlx_parallm.types.model_input import InputKind, source_of
+from mlx_parallm.worker.attention.kernel_backend import KernelAttention
+from mlx_parallm.worker.attention.quantisation import KVQuantisation
+from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.inputs.sources import NOT_FINITE
+from mlx_parallm.worker.weights.loader import LoadedModel
 from tests.compiled_attention import AheadAttention, CompiledAttention
 from tests.frames_model import VOCAB_SIZE, frames_model, frames_of
+from tests.kernels.shim_compile import require_compiler
+from tests.kernels.shim_language import MetalShim
 from tests.source_batches import (
     BLOCK_SIZE,
     Batch,
@@ -21,6 +31,7 @@ from tests.source_batches import (
     Running,
     adapter_of,
     alone,
+    arrays_of,
     assert_same,
     frames_source,
     merged,
@@ -156,3 +167,99 @@ def test_a_source_that_is_not_finite_fails_alone_and_leaves_nothing_behind(atten
     for _ in range(requests[0].num_tokens):
         note(batch.submit([batch.row(heir)]).wait(), {100: heir})
     assert_same([heir.answer], expected[:1])
+
+
+def test_quantised_kv_gives_a_batch_what_each_request_gets_alone() -> None:
+    attention = QuantisedReferenceAttention(BLOCK_SIZE, KVQuantisation(bits=8, group_size=32))
+    loaded = tiny_t5(d_kv=32)
+    runner = new_runner(loaded, attention)
+    requests = requests_of(11, count=8)
+    single = [Batch(runner, seed=number).run([each])[0] for number, each in enumerate(requests)]
+    assert not any(map(same, single, (alone(loaded, each) for each in requests)))
+    assert_same(Batch(runner, seed=2).run(requests), single)
+
+
+def logprobs_of(loaded: LoadedModel, request: Request) -> np.ndarray:
+    """Return the log-probabilities after each token of a decoder prompt, ``[L, vocab]``."""
+    caches = make_prompt_cache(loaded.model)
+    set_source(loaded.model, caches, arrays_of(request.source))
+    logits = loaded.model(mx.array([request.prompt]), cache=caches)[0]
+    return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("attention", [ReferenceAttention, CompiledAttention])
+def test_targets_are_scored_beside_rows_that_decode(attention: Any) -> None:
+    loaded = tiny_t5()
+    batch = Batch(new_runner(loaded, attention(BLOCK_SIZE)))
+    requests = [Request(source_of(random_text(random.Random(n), 9 * n)), ()) for n in (1, 2, 3)]
+    pairs = [
+        replace(each, prompt=random_text(random.Random(n), 5 + 14 * n))
+        for n, each in enumerate(requests)
+    ]
+    beside = batch.start(requests_of(1)[0])
+    started = [batch.start(each) for each in pairs]
+    batch.submit([], stages=(batch.stages([beside, *started]),))
+    rows = [
+        replace(batch.row(each), sample=None, prompt_logprobs=0, target_ids=each.request.prompt[1:])
+        for each in started
+    ]
+    output = batch.submit([batch.row(beside), *rows]).wait()
+    for each in started:
+        expected = logprobs_of(loaded, each.request)
+        targets = each.request.prompt[1:]
+        scored = output.prompt_logprobs[each.seq_id]
+        assert [entry.token_id for entry in scored] == list(targets)
+        wanted = expected[np.arange(len(targets)), targets]
+        np.testing.assert_allclose([entry.logprob for entry in scored], wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize("num_right", range(4))
+@pytest.mark.parametrize("attention", [ReferenceAttention, CompiledAttention])
+def test_proposals_are_verified_over_the_source(num_right: int, attention: Any) -> None:
+    loaded = tiny_t5()
+    batch = Batch(new_runner(loaded, attention(BLOCK_SIZE)))
+    first, other = (batch.start(each) for each in requests_of(3)[:2])
+    answers = [alone(loaded, each.request) for each in (first, other)]
+    by_id = {each.seq_id: each for each in (first, other)}
+    batch.submit([], stages=(batch.stages([first, other]),))
+    for _ in range(2):
+        note(batch.submit([batch.row(first), batch.row(other)]).wait(), by_id)
+    row = batch.row(first)
+    proposals = [token for token, _ in answers[0][2:5]]
+    for index in range(num_right, len(proposals)):
+        proposals[index] = (proposals[index] + 1) % 90
+    assert row.sample is not None
+    verify = tuple(replace(row.sample, position=row.sample.position + i) for i in (1, 2, 3))
+    row = replace(
+        row, token_ids=(*row.token_ids, *proposals), verify=verify, block_table=first.blocks
+    )
+    note(batch.submit([batch.row(other), row]).wait(), by_id)
+    assert_same([first.answer, other.answer], [answers[0][: 3 + num_right], answers[1][:3]])
+
+
+@pytest.mark.parametrize(
+    ("make", "bits"),
+    [
+        (frames_model, None),
+        pytest.param(tiny_t5, None, marks=pytest.mark.slow),
+        pytest.param(tiny_t5, 8, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_give_a_batch_what_each_request_gets_alone(
+    make: Any, bits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_compiler()
+    # The shim runs a kernel at once, which a function that MLX traces may not.
+    monkeypatch.setattr(mx, "compile", lambda function, **_: function)
+    scheme = None if bits is None else KVQuantisation(bits=bits, group_size=32)
+    attention = KernelAttention(BLOCK_SIZE, MetalShim(), quantisation=scheme)
+    if make is frames_model:
+        loaded, requests = frames_model(), frames_requests(3)
+    else:
+        loaded, requests = tiny_t5(d_kv=32), requests_of(6, count=5)
+    runner = new_runner(loaded, attention)
+    assert runner.info.is_compiled
+    expected = [alone(loaded, each) for each in requests]
+    if bits is not None:
+        expected = [Batch(runner, seed=5).run([each])[0] for each in requests]
+    assert_same(Batch(runner, seed=1).run(requests), expected)
