@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import subprocess
 import sys
@@ -16,9 +17,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from benchmarks.make_seq2seq import make_seq2seq
 from mlx_parallm.adapters.formats import read_adapter
 from mlx_parallm.adapters.safetensors import read_safetensors
 from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.client.tensors import encode_safetensors
 from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS, PREFIX
 from mlx_parallm.engine.adapter_staging import AdapterStaging
@@ -38,6 +41,7 @@ from mlx_parallm.types.model_input import (
     InputKind,
     ModelInput,
     Span,
+    source_of,
 )
 from mlx_parallm.types.pooling import PoolingInput, PoolRequest
 from mlx_parallm.types.request import (
@@ -85,20 +89,27 @@ STREAMS_SHARE = 2.0
 
 #: The pool is so small that sequences are preempted.
 POOL = CacheConfig(kv_cache_bytes=5 << 18, block_size=16)
+SOURCE_POOL = CacheConfig(kv_cache_bytes=3 << 20, block_size=4)
 
 
 class BusyRun:
     """Three models in one worker, driven step by step."""
 
     def __init__(
-        self, *, ahead: bool, cache: CacheConfig = POOL, generator: Path = DEMO_FOLDER
+        self,
+        *,
+        ahead: bool,
+        cache: CacheConfig = POOL,
+        generator: Path = DEMO_FOLDER,
+        is_alone: bool = False,
     ) -> None:
         self.worker = RecordingWorker()
-        folders = {
-            GENERATOR: generator,
-            EMBEDDER: DEMO_FOLDERS[PREFIX + "embed"],
-            SEER: DEMO_FOLDERS[PREFIX + "see"],
-        }
+        folders = {GENERATOR: generator}
+        if not is_alone:
+            folders |= {
+                EMBEDDER: DEMO_FOLDERS[PREFIX + "embed"],
+                SEER: DEMO_FOLDERS[PREFIX + "see"],
+            }
         config = EngineConfig(
             models=tuple(
                 ModelConfig(path=str(path), served_names=(name,)) for name, path in folders.items()
@@ -106,7 +117,7 @@ class BusyRun:
             cache=cache,
             scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=24),
             warm_up=False,
-            enable_prompt_embeds=True,
+            enable_prompt_embeds=not is_alone,
         )
         built = build_models(
             kinds_of(ahead=ahead), config, MetricFamilies(), self.worker, lambda *_: None
@@ -127,6 +138,23 @@ class BusyRun:
                 prompt_ids=prompt,
                 params=settings,
                 adapter=adapter,
+            )
+        )
+
+    def translate(
+        self, name: str, length: int, *, prompt: tuple[int, ...] = (0,), **options: Any
+    ) -> None:
+        """Queue a request whose source has this length."""
+        adapter = options.pop("adapter", None)
+        settings = SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **options})
+        self.generator.submit(
+            GenerateRequest(
+                request_id=name,
+                model=GENERATOR,
+                prompt_ids=prompt,
+                params=settings,
+                adapter=adapter,
+                inputs=(source_of([5 + (7 * i + length) % 200 for i in range(length)]),),
             )
         )
 
@@ -209,9 +237,11 @@ class BusyRun:
                 self.is_woken.wait()
                 self.is_woken.clear()
 
-    def load(self, name: str, seed: int, *, between: Callable[[], None]) -> None:
+    def load(
+        self, name: str, seed: int, *, between: Callable[[], None], file: bytes | None = None
+    ) -> None:
         """Load an adapter in parts, doing something between two of them."""
-        tensors = read_safetensors(adapter_files.upload(seed), param="adapter")
+        tensors = read_safetensors(file or adapter_files.upload(seed), param="adapter")
         weights = read_adapter(adapter_files.CONFIG, tensors, param="adapter")
         upload = AdapterUpload(name=name, weights=weights, replaces=True)
         staging = AdapterStaging(upload, self.generator.policies)
@@ -426,6 +456,72 @@ def test_moves_of_states_are_replayed(
     assert sum(len(op.slots) for op in ops if isinstance(op, ReadStates)) >= 3
     assert sum(len(op.slots) for op in ops if isinstance(op, WriteStates)) >= 3
     assert_replayed(records, tmp_path, ahead=ahead)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_runs_of_sources_are_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ahead: bool
+) -> None:
+    monkeypatch.setattr(adapter_store, "MODULES_AT_A_TIME", MODULES)
+    folder = make_seq2seq(tmp_path / "t5", "tiny-t5")
+    run = BusyRun(ahead=ahead, cache=SOURCE_POOL, generator=folder, is_alone=True)
+    for length in (3, 8, 5):
+        run.translate(f"together {length}", length, temperature=0.0)
+    run.finish()
+    monkeypatch.setattr(StageCost, "tokens_within", lambda *_: STREAMS_SHARE)
+    run.translate("stream", 40, n=2, seed=1, max_tokens=40, logprobs=2)
+    run.step(8)
+    # They are computed in stages beside it.
+    for number, length in enumerate((9, 9, 30, 61, 17)):
+        run.translate(
+            f"greedy {number}", length, temperature=0.0, prompt=(0, *range(7, 7 + number))
+        )
+    run.step(3)
+    run.translate("aborted", 70)
+    run.step(2)
+    run.generator.abort("aborted")
+    run.load("halves", 1, between=lambda: run.step(1), file=adapter_of_both_halves(folder))
+    for length in (40, 21):
+        run.translate(f"adapted {length}", length, adapter="halves", seed=2)
+    run.step(3)
+    run.finish()
+    run.generator.settle()
+    norm = HostTensor(np.full(64, 1.5, np.float32))
+    run.generator.live.prepare(WeightsUpdate(tensors={"encoder.final_layer_norm.weight": norm}))
+    run.generator.live.commit()
+    run.translate("newer", 40, seed=1, logprobs=2)
+    run.translate("scored", 30, max_tokens=0, prompt_logprobs=1, prompt=(0, 8, 9, 10))
+    run.finish()
+    run.generator.live.sleep(1)
+    run.generator.live.wake(SLEEP_TAGS)
+    run.translate("awake", 40, seed=1, logprobs=2)
+    run.finish()
+    records = run.worker.records
+    assert run.generator.info.runs_ahead == run.generator.info.is_compiled == ahead
+    ops = [pickle.loads(record.op) for record in records if isinstance(record, Begun)]
+    runs = [op for op in ops if isinstance(op, ComputeInputs)]
+    assert len(runs) >= 8
+    assert max(len(op.places) for op in runs) > 1
+    assert any(place.adapter for op in runs for place in op.places)
+    assert any(isinstance(record, Advanced) for record in records)
+    assert_replayed(records, tmp_path, ahead=ahead)
+
+
+def adapter_of_both_halves(folder: Path) -> bytes:
+    """Return a LoRA of queries of the encoder and of the decoder's view of its output."""
+    config, random = json.loads((folder / "config.json").read_text()), np.random.default_rng(1)
+    dims, inner = config["d_model"], config["num_heads"] * config["d_kv"]
+    made: dict[str, np.ndarray] = {}
+    for path in (
+        "encoder.block.0.layer.0.SelfAttention.q",
+        "encoder.block.1.layer.0.SelfAttention.v",
+        "decoder.block.0.layer.1.EncDecAttention.k",
+        "decoder.block.1.layer.0.SelfAttention.v",
+    ):
+        rank = adapter_files.RANK
+        made[f"{path}.lora_a"] = random.normal(0, 0.3, (dims, rank)).astype(np.float32)
+        made[f"{path}.lora_b"] = random.normal(0, 0.3, (rank, inner)).astype(np.float32)
+    return encode_safetensors(made)
 
 
 def assert_equal(result: Any, other: Any) -> None:
