@@ -316,7 +316,7 @@ class GenerationModel(ServedModel):
     @property
     @override
     def tasks(self) -> Sequence[str]:
-        return ("generate",)
+        return ("generate", "text2text-generation") if self.takes_sources else ("generate",)
 
     @property
     @override

@@ -13,7 +13,7 @@ const { blocksOf } = await import(at("markdown.js"));
 const { niceMax, runsOf } = await import(at("chart.js"));
 const { isSpecial, levelOf, tokenText } = await import(at("logprobs.js"));
 const { amount, percent, seconds } = await import(at("format.js"));
-const { generates, sees } = await import(at("models.js"));
+const { generates, sees, translates } = await import(at("models.js"));
 const { hitsOf, lossOf, stepRate, stepsText, withCount } = await import(at("sessions.js"));
 const { Api } = await import(at("api.js"));
 const { keepChat, keptChat } = await import(at("kept.js"));
@@ -345,6 +345,45 @@ test("a message with images has parts, and one without is its text", () => {
 test("a model says whether it takes images", () => {
   assert.ok(sees({ input_modalities: ["text", "image"] }));
   for (const model of [{ input_modalities: ["text"] }, { input_modalities: null }]) assert.ok(!sees(model));
+});
+
+test("a model says whether it reads sources", () => {
+  assert.ok(translates({ tasks: ["generate", "text2text-generation"] }));
+  for (const model of [{ tasks: ["generate"] }, { tasks: null }]) assert.ok(!translates(model));
+});
+
+test("the last message of the user is the source", () => {
+  const conversation = new Conversation();
+  assert.equal(conversation.source, "");
+  conversation.add({ role: "user", content: "one" });
+  conversation.add(new Answer(0));
+  conversation.add({ role: "user", content: contentOf("two", ["data:a"]) });
+  conversation.add(new Answer(0));
+  assert.equal(conversation.source, "two");
+});
+
+test("a completion of a source streams as a chat does", async () => {
+  const browserFetch = globalThis.fetch;
+  const asked = [];
+  globalThis.fetch = async (url, { body }) => {
+    asked.push([String(url), JSON.parse(body)]);
+    const chunks = [
+      { choices: [{ text: "Ja", finish_reason: null }], usage: null },
+      { choices: [{ text: "!", finish_reason: "stop" }], usage: null },
+      { choices: [], usage: { prompt_tokens: 3, completion_tokens: 2 } },
+    ];
+    return new Response([...chunks.map((chunk) => JSON.stringify(chunk)), "[DONE]"].map((data) => `data: ${data}\n\n`).join(""));
+  };
+  const answer = new Answer(0);
+  try {
+    const body = { model: "t5", prompt: "Yes!", tgt_lang: "de" };
+    for await (const chunk of new Api("http://here/x/").complete(body)) answer.add(chunk, 1);
+  } finally {
+    globalThis.fetch = browserFetch;
+  }
+  assert.deepEqual([answer.content, answer.finishReason, answer.usage.prompt_tokens], ["Ja!", "stop", 3]);
+  const stream = { stream: true, stream_options: { include_usage: true } };
+  assert.deepEqual(asked, [["http://here/x/v1/completions", { model: "t5", prompt: "Yes!", tgt_lang: "de", ...stream }]]);
 });
 
 test("only files that the server reads are images", () => {

@@ -68,8 +68,20 @@ export class Api {
   }
 
   /** The chunks of a streamed chat completion. */
-  async *chat(body, signal) {
-    const response = await this.#fetch("v1/chat/completions", {
+  chat(body, signal) {
+    return this.#chunks("v1/chat/completions", body, signal);
+  }
+
+  /** The chunks of a streamed completion of a source, in the form of a chat's. */
+  async *complete(body, signal) {
+    for await (const { usage, choices } of this.#chunks("v1/completions", body, signal)) {
+      const inChat = ({ text, finish_reason }) => ({ delta: { content: text }, finish_reason });
+      yield { usage, choices: choices.map(inChat) };
+    }
+  }
+
+  async *#chunks(path, body, signal) {
+    const response = await this.#fetch(path, {
       method: "POST",
       headers: { "content-type": "application/json" },
       body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),

@@ -1,5 +1,7 @@
 // What is said in a chat, as the API takes it, and an answer as it streams in.
 
+import { partsOf } from "./images.js";
+
 /** An assistant's answer, filled by the chunks of a stream. Times are in milliseconds. */
 export class Answer {
   constructor(startedMs) {
@@ -112,6 +114,12 @@ export class Conversation {
 
   get last() {
     return this.turns.at(-1) ?? null;
+  }
+
+  /** The text of the last message of the user. */
+  get source() {
+    const said = this.turns.filter((turn) => !(turn instanceof Answer) && turn.role === "user");
+    return partsOf(said.at(-1)?.content ?? "").text;
   }
 
   /** The messages of a request. Answers that failed before their first word are left out. */

@@ -32,6 +32,11 @@ export function sees(model) {
   return model.input_modalities?.includes("image") ?? false;
 }
 
+/** Whether a model of /v1/models is an encoder-decoder, which reads a source instead of a chat. */
+export function translates(model) {
+  return model.tasks?.includes("text2text-generation") ?? false;
+}
+
 /** Show models of /v1/models, with what a Reading of the metrics says of their KV pools. */
 export function showModels(table, models, reading) {
   const pools = new Map(

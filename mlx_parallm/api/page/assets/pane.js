@@ -69,7 +69,7 @@ export class Pane {
 
   /** Stream an answer to what was said. */
   async answer() {
-    const body = { ...this.settings.body(), messages: this.#messages() };
+    const body = { ...this.settings.body(), ...this.#said() };
     const answer = new Answer(performance.now());
     answer.model = body.model;
     const view = this.#show(answer);
@@ -77,7 +77,8 @@ export class Pane {
     this.running = stop;
     this.onChange();
     try {
-      for await (const chunk of this.api.chat(body, stop.signal)) {
+      const chunks = "prompt" in body ? this.api.complete(body, stop.signal) : this.api.chat(body, stop.signal);
+      for await (const chunk of chunks) {
         answer.add(chunk, performance.now());
         this.#draw(view);
       }
@@ -144,8 +145,10 @@ export class Pane {
     this.onChange();
   }
 
-  #messages() {
-    return this.conversation.messages(this.settings.system);
+  /** The conversation, or the last message as a source. */
+  #said() {
+    if (!this.settings.takesSource) return { messages: this.conversation.messages(this.settings.system) };
+    return { prompt: this.conversation.source };
   }
 
   #show(answer) {

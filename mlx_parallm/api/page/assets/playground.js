@@ -3,7 +3,7 @@
 import { el, part } from "./dom.js";
 import { keepChat, keptChat } from "./kept.js";
 import { EXAMPLES } from "./examples.js";
-import { sees } from "./models.js";
+import { sees, translates } from "./models.js";
 import { Pane } from "./pane.js";
 import { contentOf, drawing, Images } from "./images.js";
 import { SettingsError } from "./settings.js";
@@ -55,6 +55,7 @@ export class Playground {
     });
     this.stopButton.addEventListener("click", () => this.panes.forEach((pane) => pane.stop()));
     for (const pane of this.all) {
+      pane.settings.form.addEventListener("change", () => this.#showField());
       part(pane.root, "clear").addEventListener("click", () => {
         // An example that was not sent goes with its settings.
         if (this.taken && this.field.value === this.taken) this.#write("", []);
@@ -109,10 +110,19 @@ export class Playground {
     const ids = models.map((model) => model.id);
     this.seeing = new Set(models.filter(sees).map((model) => model.id));
     this.#showSeeing();
+    const sources = new Set(models.filter(translates).map((model) => model.id));
     this.all.forEach((pane, i) => {
-      pane.settings.offer(ids, ids[Math.min(i, ids.length - 1)]);
+      pane.settings.offer(ids, ids[Math.min(i, ids.length - 1)], sources);
       pane.showSettings();
     });
+    this.#showField();
+  }
+
+  /** Call the field a source where a message would be one. */
+  #showField() {
+    const isSource = this.panes.every((pane) => pane.settings.takesSource);
+    this.field.placeholder = isSource ? "A source to translate or to summarise" : "Say something to the model";
+    this.field.setAttribute("aria-label", isSource ? "Source" : "Message");
   }
 
   /** Offer what needs a model that takes images only where there is one. */

@@ -10,6 +10,9 @@ export class SettingsError extends Error {
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const ALTERNATIVES = 5;
+// Fields of encoder-decoders, and fields of chats alone.
+const SIDES = ["src_lang", "tgt_lang", "decoder_prompt"];
+const CHAT = ["system", "thinking", "format", "tools", "logprobs"];
 
 export class Settings {
   constructor(form) {
@@ -17,6 +20,7 @@ export class Settings {
     this.fields = form.elements;
     // What an example has set: names, values before and values tried.
     this.tried = [];
+    this.sources = new Set();
     form.addEventListener("submit", (event) => event.preventDefault());
     form.addEventListener("input", (event) => event.target.setCustomValidity?.(""));
     form.addEventListener("change", () => this.#showFields());
@@ -53,16 +57,23 @@ export class Settings {
   }
 
   get wantsTokens() {
-    return this.fields.logprobs.checked;
+    return this.fields.logprobs.checked && !this.takesSource;
   }
 
-  /** Offer models, keeping the one that is chosen if it is still there. */
-  offer(ids, preferred) {
+  /** Whether the model reads a source instead of a chat. */
+  get takesSource() {
+    return this.sources.has(this.model);
+  }
+
+  /** Offer models, keeping the one that is chosen if it is still there; `sources` read sources. */
+  offer(ids, preferred, sources = new Set()) {
     const { model } = this.fields;
+    this.sources = sources;
     const chosen = this.model || this.wantedModel || preferred;
     model.replaceChildren(...ids.map((id) => new Option(id, id)));
     model.value = ids.includes(chosen) ? chosen : (ids[0] ?? "");
     model.setCustomValidity(ids.length > 0 ? "" : "No model of this server generates text.");
+    this.#showFields();
   }
 
   /** Throws SettingsError, and marks the field, unless the model is one of those that take images. */
@@ -82,6 +93,7 @@ export class Settings {
       const { value } = this.fields[name];
       if (value !== "") body[name] = Number(value);
     }
+    if (this.takesSource) return { ...body, ...this.#sides() };
     const thinking = this.fields.thinking.value;
     if (thinking) body.chat_template_kwargs = { enable_thinking: thinking === "on" };
     if (this.wantsTokens) Object.assign(body, { logprobs: true, top_logprobs: ALTERNATIVES });
@@ -128,6 +140,12 @@ export class Settings {
     this.set(Object.fromEntries(unchanged));
   }
 
+  /** What belongs to a source. */
+  #sides() {
+    const values = SIDES.map((name) => [name, this.fields[name].value]);
+    return Object.fromEntries(values.filter(([, value]) => value !== ""));
+  }
+
   #format() {
     const type = this.fields.format.value;
     if (type === "text") return {};
@@ -163,8 +181,10 @@ export class Settings {
 
   #showFields() {
     const fields = this.fields;
-    fields.schema.closest("label").hidden = fields.format.value !== "json_schema";
-    fields.tool_choice.closest("label").hidden = !fields.tools.value.trim();
+    for (const name of CHAT) fields[name].closest("label").hidden = this.takesSource;
+    for (const name of SIDES) fields[name].closest("label").hidden = !this.takesSource;
+    fields.schema.closest("label").hidden = this.takesSource || fields.format.value !== "json_schema";
+    fields.tool_choice.closest("label").hidden = this.takesSource || !fields.tools.value.trim();
   }
 }
 
