@@ -20,6 +20,8 @@ MULTIPLE = 4
 """Lengths are rounded up to it, so that few shapes are compiled."""
 FIRST_DIGITS, POOLS_PER_DIGIT = 3, 4
 """Training begins with short numbers alone; every so many pools their longest grow by a digit."""
+LAST_POOL = POOLS_PER_DIGIT * (MAX_DIGITS - FIRST_DIGITS)
+"""The first pool with numbers of all lengths."""
 KIND_SHARES = {"number": 3, "money": 2, "date": 2}
 
 Ids = npt.NDArray[np.int32]
@@ -32,10 +34,10 @@ class Batch(NamedTuple):
     targets: Ids
 
 
-def batches(tokenizer: Tokenizer, rows: int, seed: int) -> Iterator[Batch]:
+def batches(tokenizer: Tokenizer, rows: int, seed: int, first_pool: int = 0) -> Iterator[Batch]:
     """Yield batches of new translations of the training split without end."""
     rng = Random(seed)
-    for pool in count():
+    for pool in count(first_pool):
         longest = min(MAX_DIGITS, FIRST_DIGITS + pool // POOLS_PER_DIGIT)
         pairs = [_pair(rng, longest) for _ in range(rows * POOL)]
         sources = [each.ids for each in tokenizer.encode_batch_fast([pair[0] for pair in pairs])]

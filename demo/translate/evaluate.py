@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -13,19 +12,11 @@ from tokenizers import Tokenizer
 
 from demo.translate.batches import padded
 from demo.translate.items import DIGITS, DIRECTIONS, KINDS, Direction, Value, draw, texts
-from demo.translate.network import TrainedT5
+from demo.translate.network import TrainedT5, load_model
 from demo.translate.vocabulary import EOS_ID, PAD_ID
 
 BATCH = 256
 MAX_TOKENS = 24
-
-
-def load_model(folder: Path) -> TrainedT5:
-    """Return a stored model, computing in float32."""
-    model = TrainedT5(json.loads((folder / "config.json").read_text()))
-    model.load_weights(str(folder / "model.safetensors"))
-    model.set_dtype(mx.float32)
-    return model
 
 
 def greedy(model: TrainedT5, sources: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -18,7 +18,7 @@ Value = int | datetime.date | Money
 Split = Literal["train", "held_out"]
 LANGUAGES = (ENGLISH, GERMAN, FRENCH)
 DIGITS = "digits"
-"""Name and code of the side without words: "1984", "1984-05-03", "$19.84"."""
+"""Name and code of the side without words: "1,984", "1984-05-03", "$19.84"."""
 NAMES = {DIGITS: DIGITS, **{language.code: language.name for language in LANGUAGES}}
 """Names in prefixes by language code."""
 CURRENCIES: tuple[Currency, ...] = ("€", "$")
@@ -55,12 +55,12 @@ def texts(value: Value) -> dict[str, str]:
     match value:
         case Money():
             units, hundredths = value.parts
-            digits = f"{value.currency}{units}.{hundredths:02d}"
+            digits = f"{value.currency}{units:,}.{hundredths:02d}"
             return {DIGITS: digits, **{each.code: each.money(value) for each in LANGUAGES}}
         case datetime.date():
             return {DIGITS: value.isoformat(), **{e.code: e.date(value) for e in LANGUAGES}}
         case _:
-            return {DIGITS: str(value), **{each.code: each.number(value) for each in LANGUAGES}}
+            return {DIGITS: f"{value:,}", **{each.code: each.number(value) for each in LANGUAGES}}
 
 
 def split_of(value: Value) -> Split:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from demo.translate.vocabulary import EOS_ID, MAX_LENGTH, PAD_ID
 
 WIDTH, HEADS, HEAD_WIDTH, INNER = 128, 4, 32, 256
 ENCODER_LAYERS, DECODER_LAYERS = 3, 2
+FIRST_BIAS = 4.0
+"""What a head that is to look somewhere adds to scores there as training begins."""
 
 
 def model_config(vocab_size: int) -> dict[str, Any]:
@@ -146,10 +147,17 @@ class Stack(nn.Module):
     def _bias(self, length: int) -> mx.array:
         places = mx.arange(length)
         distances = places[None] - places[:, None]
-        table = self.block[0]["layer"][0]["SelfAttention"].relative_attention_bias
-        numbers = buckets(distances, self._config, two_way=not self._is_decoder)
-        bias = table(numbers).transpose(2, 0, 1)[None]
+        bias = self.bias_table(self.buckets(distances)).transpose(2, 0, 1)[None]
         return mx.where(distances > 0, -mx.inf, bias) if self._is_decoder else bias
+
+    @property
+    def bias_table(self) -> nn.Embedding:
+        """The biases of all layers by bucket, ``[buckets, heads]``."""
+        return self.block[0]["layer"][0]["SelfAttention"].relative_attention_bias
+
+    def buckets(self, distances: mx.array) -> mx.array:
+        """Return the buckets of distances (key minus query)."""
+        return buckets(distances, self._config, two_way=not self._is_decoder)
 
 
 class TrainedT5(nn.Module):
@@ -192,23 +200,20 @@ def new_model(config: dict[str, Any], seed: int) -> TrainedT5:
     return model
 
 
-def compose_digits(model: TrainedT5, pieces: Mapping[str, int]) -> None:
-    """Let the embedding of a group of digits be a sum with a part for each digit at its place.
+def orient_heads(model: TrainedT5) -> None:
+    """Let heads begin with a sense of order, which a table of biases takes long to learn.
 
-    So a model that has seen some groups knows something of all.
+    Heads of the encoder look at the next token, the one before, what follows and what precedes;
+    two of the decoder at the token itself and the one before.
     """
-    table = model.shared.weight
-    # A part for each digit at each place from the right, and one for each length of a group.
-    places, lengths = (
-        mx.random.normal((3, 10, table.shape[1])),
-        mx.random.normal((3, table.shape[1])),
-    )
-    for piece, number in pieces.items():
-        if piece.isdecimal():
-            parts = [places[place, int(digit)] for place, digit in enumerate(reversed(piece))]
-            table[number] = (sum(parts) + lengths[len(piece) - 1]) * (len(piece) + 1) ** -0.5
-    model.shared.weight = table
-    mx.eval(table)
+    for stack, distances in (
+        (model.encoder, ([1], [-1], range(1, MAX_LENGTH), range(-MAX_LENGTH, 0))),
+        (model.decoder, ([0], [-1])),
+    ):
+        table = stack.bias_table
+        for head, preferred in enumerate(distances):
+            table.weight[stack.buckets(mx.array(list(preferred))), head] += FIRST_BIAS
+        mx.eval(table.weight)
 
 
 def save_model(model: nn.Module, config: dict[str, Any], folder: Path) -> None:
@@ -224,3 +229,11 @@ def save_model(model: nn.Module, config: dict[str, Any], folder: Path) -> None:
     }
     for name, content in (("config", config), ("generation_config", generation)):
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def load_model(folder: Path) -> TrainedT5:
+    """Return a stored model, computing in float32."""
+    model = TrainedT5(json.loads((folder / "config.json").read_text()))
+    model.load_weights(str(folder / "model.safetensors"))
+    model.set_dtype(mx.float32)
+    return model

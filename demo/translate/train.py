@@ -1,6 +1,7 @@
 """Trains the model that translates numbers, dates and money, from scratch.
 
     python -m demo.translate train --out FOLDER [--minutes 60]
+    python -m demo.translate train --out FOLDER --resume FOLDER --learning-rate 1e-3    # goes on
 
 One thread of a processor is enough.
 """
@@ -18,8 +19,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 
-from demo.translate.batches import Batch, batches
-from demo.translate.network import TrainedT5, compose_digits, model_config, new_model, save_model
+from demo.translate.batches import LAST_POOL, Batch, batches
+from demo.translate.network import (
+    TrainedT5,
+    load_model,
+    model_config,
+    new_model,
+    orient_heads,
+    save_model,
+)
 from demo.translate.vocabulary import PAD_ID, new_tokenizer, save_tokenizer
 
 LOG_EVERY = 100
@@ -69,7 +77,8 @@ class Trainer:
 
 def run(trainer: Trainer, options: argparse.Namespace, save: Callable[[], None]) -> None:
     """Train until the time is over, printing loss and exact rows, and saving on the way."""
-    source = batches(new_tokenizer(), options.rows, options.seed)
+    first_pool = LAST_POOL if options.resume else 0
+    source = batches(new_tokenizer(), options.rows, options.seed, first_pool)
     start = saved = time.perf_counter()
     figures: list[mx.array] = []
     number = 0
@@ -94,6 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=64, help="translations in a step")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--resume", type=Path, help="folder of an earlier piece")
 
 
 def main(options: argparse.Namespace) -> None:
@@ -101,7 +111,10 @@ def main(options: argparse.Namespace) -> None:
     tokenizer = new_tokenizer()
     save_tokenizer(tokenizer, options.out)
     config = model_config(tokenizer.get_vocab_size())
-    model = new_model(config, options.seed)
-    compose_digits(model, tokenizer.get_vocab())
+    if options.resume:
+        model = load_model(options.resume)
+    else:
+        model = new_model(config, options.seed)
+        orient_heads(model)
     trainer = Trainer(model, options.learning_rate)
     run(trainer, options, lambda: save_model(model, config, options.out))

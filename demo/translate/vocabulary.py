@@ -1,4 +1,4 @@
-"""The tokenizer: pieces are the morphemes of number words, and groups of three digits."""
+"""The tokenizer: the morphemes of number words are pieces, and so is every digit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from demo.translate import english, french, german
 from demo.translate.items import NAMES
@@ -16,8 +16,6 @@ PAD_ID, EOS_ID, UNK_ID = range(3)
 SPACE = "▁"
 """Character for a space in pieces, as in SentencePiece."""
 MAX_LENGTH = 64
-THREE_DIGITS = r"\d{1,3}(?=(?:\d{3})*(?!\d))"
-"""Groups of digits as number words have them, from the right: each is a piece."""
 
 
 def new_tokenizer() -> Tokenizer:
@@ -26,13 +24,8 @@ def new_tokenizer() -> Tokenizer:
     scores += [(piece, -1.0) for piece in sorted(set(_pieces()))]
     tokenizer = Tokenizer(models.Unigram(scores, unk_id=UNK_ID, byte_fallback=False))
     tokenizer.normalizer = normalizers.NFC()
-    # Texts are cut at digits alone, so that a prefix of two words is one piece.
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Metaspace(prepend_scheme="always", split=False),
-            pre_tokenizers.Split(Regex(THREE_DIGITS), "isolated"),
-        ]
-    )
+    # Whole texts are cut, so that a prefix of two words is one piece.
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always", split=False)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {EOS}", pair=f"$A {EOS} $B {EOS}", special_tokens=[(EOS, EOS_ID)]
@@ -42,8 +35,7 @@ def new_tokenizer() -> Tokenizer:
 
 
 def _pieces() -> Iterator[str]:
-    yield from (SPACE, *".,-€$")
-    yield from (f"{value:0{digits}d}" for digits in (1, 2, 3) for value in range(10**digits))
+    yield from (SPACE, *"0123456789.,-€$")
     for name in NAMES.values():
         yield f"{SPACE}translate{SPACE}{name}"
         yield f"{SPACE}to{SPACE}{name}:"

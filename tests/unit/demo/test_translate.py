@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import itertools
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_map
 
+from demo.translate import train
 from demo.translate.batches import (
     FIRST_DIGITS,
     MULTIPLE,
@@ -23,7 +25,7 @@ from demo.translate.batches import (
     Ids,
     batches,
 )
-from demo.translate.evaluate import greedy, held_out, load_model, translate, wrong
+from demo.translate.evaluate import greedy, held_out, translate, wrong
 from demo.translate.items import (
     DIGITS,
     DIRECTIONS,
@@ -38,11 +40,13 @@ from demo.translate.items import (
 )
 from demo.translate.language import Money
 from demo.translate.network import (
+    Stack,
     TrainedT5,
-    compose_digits,
+    load_model,
     model_config,
     named_weights,
     new_model,
+    orient_heads,
     save_model,
 )
 from demo.translate.train import Trainer
@@ -67,9 +71,9 @@ def tiny_batch() -> Batch:
 
 
 def test_texts_in_digits():
-    assert texts(1984)[DIGITS] == "1984"
+    assert texts(1984)[DIGITS] == "1,984"
     assert texts(datetime.date(1984, 5, 3))[DIGITS] == "1984-05-03"
-    assert texts(Money("$", 1905))[DIGITS] == "$19.05"
+    assert texts(Money("$", 190_500))[DIGITS] == "$1,905.00"
 
 
 def test_prefixes_are_those_of_t5():
@@ -96,18 +100,16 @@ def test_a_prefix_is_two_pieces():
     ("text", "pieces"),
     [
         ("7", "▁ 7"),
-        ("345", "▁ 345"),
-        ("1984", "▁ 1 984"),
-        ("120005", "▁ 120 005"),
-        ("1984-05-30", "▁ 1 984 - 05 - 30"),
-        ("$1905.07", "▁ $ 1 905 . 07"),
+        ("12,005", "▁ 1 2 , 0 0 5"),
+        ("1984-05-30", "▁ 1 9 8 4 - 0 5 - 3 0"),
+        ("$1,905.07", "▁ $ 1 , 9 0 5 . 0 7"),
         ("siebenundsiebzig", "▁sieben und siebzig"),
         ("einhunderteins", "▁ein hundert eins"),
         ("quatre-vingt-dix-sept", "▁quatre-vingt -dix-sept"),
         ("twenty-first,", "▁twenty -first ,"),
     ],
 )
-def test_pieces_are_groups_of_digits_from_the_right_and_morphemes(text: str, pieces: str):
+def test_pieces_are_digits_and_morphemes(text: str, pieces: str):
     assert TOKENIZER.encode(text).tokens == [*pieces.split(), "</s>"]
 
 
@@ -160,21 +162,40 @@ def test_numbers_get_longer_and_dates_come_later():
     assert max(batch.targets.shape[1] for batch in last) > first.targets.shape[1]
 
 
-def test_groups_of_digits_begin_with_parts_in_common():
+def attended(stack: Stack, head: int, *, length: int = 9, place: int = 4) -> np.ndarray:
+    """Return the shares that a row without content gives to each place."""
+    distances = mx.arange(length) - place
+    return np.array(mx.softmax(stack.bias_table(stack.buckets(distances))[:, head]))
+
+
+def test_heads_begin_with_a_sense_of_order():
     model = new_model(tiny_config(), seed=1)
-    before = mx.array(model.shared.weight)
-    compose_digits(model, TOKENIZER.get_vocab())
+    orient_heads(model)
+    following, preceding, later, earlier = (attended(model.encoder, head) for head in range(4))
+    assert following[5] > 0.8
+    assert preceding[3] > 0.8
+    assert later[5:].sum() > 0.95
+    assert earlier[:4].sum() > 0.95
+    own, before = (attended(model.decoder, head, length=5) for head in range(2))
+    assert own[4] > 0.8
+    assert before[3] > 0.8
 
-    def embedding(piece: str) -> np.ndarray:
-        return np.array(model.shared.weight[TOKENIZER.token_to_id(piece)])
 
-    # What a digit adds at its place is the same in every group.
-    difference = embedding("345") - embedding("346")
-    assert np.allclose(embedding("905") - embedding("906"), difference, atol=1e-6)
-    assert not np.allclose(embedding("354") - embedding("364"), difference, atol=1e-2)
-    assert not np.allclose(embedding("5"), embedding("05"), atol=1e-2)
-    word = TOKENIZER.token_to_id("▁three")
-    assert mx.array_equal(model.shared.weight[word], before[word])
+def trained(folder: Path, *arguments: str) -> dict[str, mx.array]:
+    """Return the weights of a training that ends before its first step."""
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    train.main(parser.parse_args(["--out", str(folder), "--minutes", "1e-9", *arguments]))
+    return named_weights(load_model(folder))
+
+
+def test_training_goes_on_from_a_stored_model(tmp_path: Path):
+    first = trained(tmp_path / "first", "--seed", "1")
+    later = trained(tmp_path / "later", "--seed", "2", "--resume", str(tmp_path / "first"))
+    other = trained(tmp_path / "other", "--seed", "2")
+    assert first.keys() == later.keys() == other.keys()
+    assert all(mx.array_equal(weight, later[name]) for name, weight in first.items())
+    assert not mx.array_equal(first["shared.weight"], other["shared.weight"])
 
 
 def test_padding_changes_nothing():
@@ -226,7 +247,7 @@ def test_only_exact_translations_count():
     model = new_model(tiny_config(), seed=1)
     direction = DIRECTIONS[0]
     values: list[Value] = [1984]
-    [made] = translate(model, TOKENIZER, [direction.prefix + "1984"])
+    [made] = translate(model, TOKENIZER, [direction.prefix + "1,984"])
     assert wrong(model, TOKENIZER, direction, values) == [
         (made, "one thousand nine hundred eighty-four")
     ]
