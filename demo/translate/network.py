@@ -17,7 +17,7 @@ from demo.translate.vocabulary import EOS_ID, MAX_LENGTH, PAD_ID
 WIDTH, HEADS, HEAD_WIDTH, INNER = 128, 4, 32, 256
 ENCODER_LAYERS, DECODER_LAYERS = 3, 2
 FIRST_BIAS = 4.0
-"""What a head that is to look somewhere adds to scores there as training begins."""
+"""Bias of the distances that a head prefers as training begins."""
 
 
 def model_config(vocab_size: int) -> dict[str, Any]:
