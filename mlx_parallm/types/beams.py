@@ -29,12 +29,15 @@ class BeamParams:
         early_stopping: True: the search ends with ``width`` finished hypotheses. False: it ends
             once the best beam, were it to end now, would score worse than all of these. "never": it
             ends once no continuation can score better.
+        num_counted: tokens before the output that lengths count, such as a forced first token.
+        renormalizes: True: log-probabilities are normalised again after bans, biases and penalties.
     """
 
     width: int
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
     num_counted: int = 0
+    renormalizes: bool = False
 
     def __post_init__(self) -> None:
         """Check the settings.

@@ -116,6 +116,10 @@ LOGPROBS_MODES = (RAW_LOGPROBS, PROCESSED_LOGPROBS)
 #: ``ADJUSTED_LOGPROBS``: the model's log-probabilities after masks, biases and penalties, which are
 #: not normalised again. Beams add these up, as in transformers.
 ADJUSTED_LOGPROBS = "adjusted_logprobs"
+#: ``RENORMALIZED_LOGPROBS``: likewise, normalised again: ``renormalize_logits`` of transformers.
+RENORMALIZED_LOGPROBS = "renormalized_logprobs"
+#: ``BEAM_MODES``: the modes that requests cannot name.
+BEAM_MODES = (ADJUSTED_LOGPROBS, RENORMALIZED_LOGPROBS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,7 +345,7 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and value < ALL_TOKENS:
                 raise InvalidRequestError(f"{name} must be -1, 0 or positive.", param=name)
-        if self.logprobs_mode not in (None, ADJUSTED_LOGPROBS, *LOGPROBS_MODES):
+        if self.logprobs_mode not in (None, *BEAM_MODES, *LOGPROBS_MODES):
             modes = " or ".join(LOGPROBS_MODES)
             raise InvalidRequestError(f"logprobs_mode must be {modes}.", param="logprobs_mode")
 

@@ -105,6 +105,17 @@ class Fields:
             raise self.error(name, "must be a number")
         return float(value)
 
+    def flag(self, name: str) -> bool:
+        """Return true or false; False if the field is absent.
+
+        Raises:
+            ModelLoadError: it is something else.
+        """
+        value = self.values.get(name, False)
+        if not isinstance(value, bool):
+            raise self.error(name, "must be true or false")
+        return value
+
     def text(self, name: str) -> str | None:
         """Return a text; None if it is absent.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from mlx_parallm.tokenizer.seq2seq.tokenizer import Seq2SeqTokenizer
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.errors import ModelLoadError
 
+logger = logging.getLogger(__name__)
 # _CLASSES: the class by whose rules a tokenizer without a class of its own reads languages. M2M-100
 # itself has no fast tokenizer.
 _CLASSES = {"m2m_100": "NllbTokenizer", "mbart": "MBartTokenizer"}
@@ -50,6 +52,10 @@ def load_seq2seq(folder: Path, tokenizer: ParallmTokenizer) -> Seq2SeqTokenizer 
     rules = read_rules(folder)
     if rules is None:
         return None
+    if rules.unserved:
+        logger.warning(
+            "%s: these fields of its files change nothing: %s", folder, ", ".join(rules.unserved)
+        )
     settings = Fields.read(folder / "tokenizer_config.json") or Fields(folder, {})
     languages = _languages(settings, rules, tokenizer)
     return Seq2SeqTokenizer(tokenizer.source_side, tokenizer, rules, languages)
@@ -97,7 +103,7 @@ def _language_tokens(name: str, settings: Fields, tokenizer: ParallmTokenizer) -
         ids=ids,
         eos_id=eos_id,
         source=source if source in ids else None,
-        is_behind=name == "MBartTokenizer" or bool(settings.values.get("legacy_behaviour")),
+        is_behind=name == "MBartTokenizer" or settings.flag("legacy_behaviour"),
         starts=name == "MBartTokenizer",
     )
 

@@ -18,6 +18,17 @@ from mlx_parallm.types.json_values import is_list
 #: ``SEQ2SEQ_TYPES``: model types of encoder-decoders, for files that leave out
 #: ``is_encoder_decoder``.
 SEQ2SEQ_TYPES = frozenset({"bart", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5", "umt5"})
+#: ``UNSERVED``: fields of generation that are not served, and the values that change nothing.
+UNSERVED: Mapping[str, tuple[object, ...]] = {
+    "do_sample": (False,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "diversity_penalty": (0,),
+    "num_beam_groups": (1,),
+    "begin_suppress_tokens": ([],),
+    "exponential_decay_length_penalty": (),
+    "sequence_bias": (),
+}
 # _POSITIONED: model types with a table of positions that has an end.
 _POSITIONED = frozenset({"bart", "marian", "mbart", "pegasus"})
 _CONFIG = "config.json"
@@ -39,7 +50,9 @@ class TaskDefaults:
         num_beams: width of the beam search; 1 without one.
         length_penalty: exponent of the length that divides a hypothesis' score.
         early_stopping: when a beam search ends; see transformers.
+        renormalize_logits: True: beams add up log-probabilities that are normalised after bans.
         no_repeat_ngram_size: n-grams of this size occur once; 0: no limit.
+        repetition_penalty: what logits of the decoder's tokens are divided by; 1: nothing.
         min_length: least tokens of the decoder's sequence, its prompt included.
         max_length: most tokens of it, its prompt included; None if no file says so.
         min_new_tokens: least tokens after the start token; None: ``min_length`` counts.
@@ -50,7 +63,9 @@ class TaskDefaults:
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    renormalize_logits: bool = False
     no_repeat_ngram_size: int = 0
+    repetition_penalty: float = 1.0
     min_length: int = 0
     max_length: int | None = None
     min_new_tokens: int | None = None
@@ -82,6 +97,7 @@ class Seq2SeqRules:
         forced_eos_ids: tokens of which one is the last of an output that reaches its limit.
         banned_ids: tokens that are never generated (``bad_words_ids`` and ``suppress_tokens``).
         max_source_positions: positions of the encoder; None if they have no end.
+        unserved: fields of generation that the files have and that change nothing here.
         defaults: how texts are generated if no task says otherwise.
         tasks: likewise by task, such as "summarization" or "translation_en_to_de".
     """
@@ -92,6 +108,7 @@ class Seq2SeqRules:
     forced_eos_ids: tuple[int, ...] = ()
     banned_ids: tuple[int, ...] = ()
     max_source_positions: int | None = None
+    unserved: tuple[str, ...] = ()
     defaults: TaskDefaults = field(default_factory=TaskDefaults)
     tasks: Mapping[str, TaskDefaults] = field(default_factory=dict[str, TaskDefaults])
 
@@ -126,6 +143,11 @@ def read_rules(folder: Path) -> Seq2SeqRules | None:
         forced_eos_ids=generation.tokens("forced_eos_token_id", vocab_size),
         banned_ids=_banned(generation, vocab_size),
         max_source_positions=positions if model_type in _POSITIONED else None,
+        unserved=tuple(
+            name
+            for name, idle in UNSERVED.items()
+            if generation.values.get(name) not in (*idle, None)
+        ),
         defaults=defaults,
         tasks=_tasks(config, generation),
     )
@@ -179,7 +201,9 @@ def _defaults(fields: Fields, prefix: str) -> TaskDefaults:
         num_beams=fields.count("num_beams", 1) or 1,
         length_penalty=_or(fields.number("length_penalty"), 1.0),
         early_stopping=_early_stopping(fields),
+        renormalize_logits=fields.flag("renormalize_logits"),
         no_repeat_ngram_size=fields.count("no_repeat_ngram_size") or 0,
+        repetition_penalty=_repetition_penalty(fields),
         min_length=fields.count("min_length") or 0,
         max_length=fields.count("max_length", 1),
         min_new_tokens=fields.count("min_new_tokens"),
@@ -197,6 +221,13 @@ def _early_stopping(fields: Fields) -> bool | Literal["never"]:
     if value == "never" or isinstance(value, bool):
         return value
     raise fields.error("early_stopping", 'must be true, false or "never"')
+
+
+def _repetition_penalty(fields: Fields) -> float:
+    value = _or(fields.number("repetition_penalty"), 1.0)
+    if value <= 0:
+        raise fields.error("repetition_penalty", "must be above 0")
+    return value
 
 
 def _or(value: float | None, default: float) -> float:

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.types.request import ADJUSTED_LOGPROBS, PROCESSED_LOGPROBS, RAW_LOGPROBS
+from mlx_parallm.types.request import (
+    BEAM_MODES,
+    PROCESSED_LOGPROBS,
+    RAW_LOGPROBS,
+    RENORMALIZED_LOGPROBS,
+)
 from mlx_parallm.types.step import SampledToken, SampleSpec
 from mlx_parallm.worker.sampling.kernel_sampling import MAX_TOP, SamplingKernels
 from mlx_parallm.worker.sampling.logprobs import entropies, named_logprobs, target_logprobs
@@ -117,7 +122,7 @@ class Sampler:
         choice = self._choice(masked, specs, pending)
         logprobs = [
             self._adjusted_logprobs(rows, logits, choice, specs, pending)
-            if rows.mode == ADJUSTED_LOGPROBS
+            if rows.mode in BEAM_MODES
             else self._logprobs(rows, logits, choice)
             for rows in self._rows.logprobs
         ]
@@ -193,8 +198,10 @@ class Sampler:
             specs_of = [specs[row] for row in chosen]
             logs = _put(logs, changed, adjust_logits(_take(logs, changed), specs_of, latest))
         reported = self._reported(rows, logs, _take(choice.tokens, rows.rows))
-        # What is reported was normalised again.
-        return reported.shifted(mx.logsumexp(logs, axis=-1)) if changed else reported
+        if not changed or rows.mode == RENORMALIZED_LOGPROBS:
+            # What is reported was normalised again.
+            return reported
+        return reported.shifted(mx.logsumexp(logs, axis=-1))
 
     def _reported(self, rows: LogprobRows, logits: mx.array, tokens: mx.array) -> RowLogprobs:
         """Return what rows report of the log-softmax of such logits, which has their places."""

@@ -127,7 +127,7 @@ class _Task:
             InvalidRequestError: parameters exclude each other, or are out of range.
         """
         parameters, defaults = self.parameters, self.defaults(model)
-        beams = self._beams(defaults)
+        beams = self._beams(defaults, prompt_len)
         _check_lengths(parameters, defaults)
         named = ["max_tokens"] if _given(parameters, ("max_length", "max_new_tokens")) else []
         params = SamplingParams(
@@ -135,7 +135,7 @@ class _Task:
             beams=beams,
             max_tokens=defaults.most_tokens(prompt_len) if named else None,
             no_repeat_ngram_size=defaults.no_repeat_ngram_size,
-            repetition_penalty=parameters.repetition_penalty or 1.0,
+            repetition_penalty=parameters.repetition_penalty or defaults.repetition_penalty,
             frequency_penalty=parameters.frequency_penalty or 0.0,
             seed=parameters.seed,
             stop=parameters.stops(),
@@ -156,7 +156,7 @@ class _Task:
             return {"temperature": 0.0}
         return {"temperature": 1.0} | _given(self.parameters, ("temperature", "top_p", "top_k"))
 
-    def _beams(self, defaults: TaskDefaults) -> BeamParams | None:
+    def _beams(self, defaults: TaskDefaults, prompt_len: int) -> BeamParams | None:
         """Return the beam search; the files' own is left out where it cannot be."""
         parameters = self.parameters
         is_own = parameters.num_beams is not None
@@ -169,6 +169,9 @@ class _Task:
             width=defaults.num_beams,
             length_penalty=defaults.length_penalty,
             early_stopping=defaults.early_stopping,
+            # transformers generates what stands behind the start token, forced tokens too.
+            num_counted=prompt_len - 1,
+            renormalizes=defaults.renormalize_logits,
         )
 
 

@@ -92,6 +92,18 @@ def test_banned_tokens(tmp_path: Path) -> None:
     assert rules.banned_ids == (3, 5, 9)
 
 
+def test_marian_normalises_again(tmp_path: Path) -> None:
+    rules = read(tmp_path, "marian", renormalize_logits=True, repetition_penalty=1.2)
+    assert rules.defaults == TaskDefaults(renormalize_logits=True, repetition_penalty=1.2)
+
+
+def test_fields_that_are_not_served_are_listed_if_they_change_something(tmp_path: Path) -> None:
+    rules = read(
+        tmp_path, do_sample=True, num_beam_groups=1, diversity_penalty=0.0, sequence_bias=None
+    )
+    assert rules.unserved == ("do_sample",)
+
+
 @pytest.mark.parametrize(
     ("defaults", "prompt_len", "least", "most"),
     [
@@ -135,6 +147,9 @@ def test_lengths_count_as_in_transformers(
         ("min_new_tokens", "3"),
         ("max_new_tokens", 0),
         ("prefix", 3),
+        ("renormalize_logits", 1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", "1"),
         ("task_specific_params", ["summarization"]),
         ("task_specific_params", {"summarization": {"num_beams": 0}}),
         ("task_specific_params", {"summarization": 3}),

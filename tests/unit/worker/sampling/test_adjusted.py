@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.types.request import ADJUSTED_LOGPROBS, SamplingParams
+from mlx_parallm.types.request import ADJUSTED_LOGPROBS, RENORMALIZED_LOGPROBS, SamplingParams
 from mlx_parallm.types.step import SampledToken, SampleSpec
 from mlx_parallm.worker.sampling.sampler import Sampler
 from tests.unit.worker.sampling.test_processed import log_softmax, random_logits
@@ -74,6 +74,24 @@ def test_a_ban_leaves_the_other_tokens_as_likely_as_they_were() -> None:
     shared = [(known[token], value) for token, value in rest[0].logprob.top if token in known]
     assert shared
     assert all(value == pytest.approx(other, abs=1e-5) for value, other in shared)
+
+
+def test_renormalized_values_add_up_to_one() -> None:
+    logits = random_logits(2)
+    size = logits.shape[1]
+    settings_of: dict[str, Any] = {"logprobs": size, "logit_bias": ((2, 5.0),)}
+    specs = [
+        make_spec((5, 6), logprobs_mode=mode, **settings_of)
+        for mode in (ADJUSTED_LOGPROBS, RENORMALIZED_LOGPROBS)
+    ]
+    adjusted, renormalized = (token.logprob for token in run(np.stack([logits[0]] * 2), specs))
+    assert adjusted is not None
+    assert renormalized is not None
+    assert sum(math.exp(value) for _, value in renormalized.top) == pytest.approx(1, abs=1e-5)
+    total = math.log(sum(math.exp(value) for _, value in adjusted.top))
+    assert abs(total) > 0.1
+    shifted = [(token, pytest.approx(value - total, abs=1e-5)) for token, value in adjusted.top]
+    assert list(renormalized.top) == shifted
 
 
 def test_other_rows_of_the_step_stay_as_they_are() -> None:

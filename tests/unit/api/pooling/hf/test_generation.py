@@ -73,7 +73,8 @@ def test_translation(engine: FakeSeq2Seq, url: str, path: str) -> None:
     request = taken(engine)
     assert source_ids(request.inputs[0]) == [ENGLISH, *b"hi", EOS]
     assert request.prompt_ids == (START, GERMAN)
-    assert request.params.beams == BeamParams(width=2, length_penalty=2.0)
+    # The forced language counts as generated.
+    assert request.params.beams == BeamParams(width=2, length_penalty=2.0, num_counted=1)
 
 
 def test_summarization(engine: FakeSeq2Seq, url: str) -> None:
