@@ -9,8 +9,9 @@ mlx_lm has no public name for the tokenizer that it wraps.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,7 @@ def load_with_mlx_lm(
     trust_remote_code: bool = False,
 ) -> LoadedTokenizer:
     """Return the tokenizer of a folder, with a template in place of its own if one is passed."""
-    with warnings.catch_warnings():
-        # Marian's class wants a package that it does not use to encode.
-        warnings.filterwarnings("ignore", message="Recommended: pip install sacremoses")
+    with _without_advice():
         wrapper: Any = tokenizer_utils.load(
             folder, {"trust_remote_code": trust_remote_code}, eos_token_ids=eos_ids
         )
@@ -90,10 +89,19 @@ def _of_pieces(
 
 def load_with_transformers(folder: Path, *, trust_remote_code: bool = False) -> HubTokenizer:
     """Return the tokenizer of a folder."""
-    loaded: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with _without_advice():
+        loaded: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if loaded.chat_template is None:
         loaded.chat_template = processor_template(folder)
     return loaded
+
+
+@contextlib.contextmanager
+def _without_advice() -> Generator[None]:
+    """Hide that Marian's class wants a package, which it does not use to encode."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Recommended: pip install sacremoses")
+        yield
 
 
 def plain_of(hub: Any, defaults: Mapping[str, Any]) -> PlainTokenizer | None:

@@ -14,7 +14,7 @@ import pytest
 
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.peers.child_process import run
-from mlx_parallm.tokenizer.loading import load_tokenizer
+from mlx_parallm.tokenizer.loading import load_hub_tokenizer, load_tokenizer
 from mlx_parallm.tokenizer.seq2seq.loading import load_seq2seq
 from mlx_parallm.tokenizer.seq2seq.tokenizer import Seq2SeqTokenizer
 from tests.builders.seq2seq_folders import (
@@ -164,6 +164,11 @@ def test_pegasus_has_its_pretraining_tokens_before_all_pieces(tmp_path: Path) ->
     assert strings[:5] == ["<pad>", "</s>", "<mask_1>", "<mask_2>", "<unk_2>"]
     assert strings[104:] == ["<unk_102>", "<unk>"]
     assert min(sides.encode_target("the cat saw two birds")) > 105
+
+
+def test_transformers_tokenizer_of_marian_gives_no_advice(tmp_path: Path) -> None:
+    hub = load_hub_tokenizer(FAMILIES["marian"](tmp_path))
+    assert type(hub).__name__ == "MarianTokenizer"
 
 
 def test_each_side_of_marian_has_its_own_ids_of_special_tokens(tmp_path: Path) -> None:
