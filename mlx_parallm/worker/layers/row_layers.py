@@ -22,14 +22,18 @@ from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.layers.row_kernel import MAX_ROWS, RowKernel, why_not, why_unsupported
 from mlx_parallm.worker.layers.wrapped_calls import replace_class
 
-#: Names of sibling layers, which mlx_lm's models call on one and the same input.
+#: Names of sibling layers, which models call on one and the same input.
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
+    ("q", "k", "v"),
     ("gate_proj", "up_proj"),
+    ("wi_0", "wi_1"),
     ("in_proj_qkv", "in_proj_z"),
     ("in_proj_b", "in_proj_a"),
     ("in_proj_qkvz", "in_proj_ba"),
 )
+#: ``CROSS_ATTENTION``: names of modules whose queries have another input than keys and values.
+CROSS_ATTENTION = frozenset({"EncDecAttention", "encoder_attn"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,11 +275,22 @@ def release_products(model: nn.Module) -> None:
             product.release()
 
 
+def siblings_of(path: str) -> tuple[str, ...]:
+    """Return the names of the layers that read the input of the layer with this module path."""
+    parent, _, own = path.rpartition(".")
+    return next((names for names in _siblings_in(parent) if own in names), (own,))
+
+
+def _siblings_in(path: str) -> tuple[tuple[str, ...], ...]:
+    """Return the names of siblings that the module with this path may have."""
+    return () if path.rpartition(".")[2] in CROSS_ATTENTION else SIBLINGS
+
+
 def _groups(model: nn.Module) -> Iterator[list[nn.Module]]:
     """Yield the layers that a product takes: siblings together, and shared layers only once."""
     grouped: set[int] = set()
-    for parent in model.modules():
-        for names in SIBLINGS:
+    for path, parent in model.named_modules():
+        for names in _siblings_in(path):
             group = [parent[name] for name in names if name in parent]
             is_new = grouped.isdisjoint(map(id, group))
             if len(group) == len(names) and is_new and all(map(_fits, group)) and _alike(group):

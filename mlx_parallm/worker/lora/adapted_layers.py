@@ -19,7 +19,7 @@ from mlx_parallm.models.vision.registry import TOWER_PARTS
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.device.ranks import Ranks, agreed
-from mlx_parallm.worker.layers.row_layers import SIBLINGS
+from mlx_parallm.worker.layers.row_layers import siblings_of
 from mlx_parallm.worker.lora.adapted_group import AdaptedGroup
 from mlx_parallm.worker.lora.adapted_modules import (
     adapt,
@@ -353,9 +353,8 @@ class AdaptedLayers:
 
     def _group(self, path: str) -> AdaptedGroup:
         """Return the group of a linear layer and its siblings, which models call on one input."""
-        parent, _, name = path.rpartition(".")
-        names = next((names for names in SIBLINGS if name in names), (name,))
-        return self._groups.setdefault((parent, names), AdaptedGroup(self._context))
+        key = (_parent(path), siblings_of(path))
+        return self._groups.setdefault(key, AdaptedGroup(self._context))
 
 
 def find_module(modules: Mapping[str, object], path: str, *, param: str) -> str:

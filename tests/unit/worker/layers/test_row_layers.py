@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_parallm.worker.layers.row_layers import use_row_layers
+from mlx_parallm.worker.layers.row_layers import siblings_of, use_row_layers
 from tests.builders.architectures.configs import config_of
 
 
@@ -138,3 +138,30 @@ def test_inputs_of_gated_delta_nets_are_one_product(name: str, groups: list[list
         }.values()
         assert product.widths == [layer[name]["weight"].shape[0] for name in group]
     assert mx.allclose(layer(x), wanted, atol=1e-5)
+
+
+class Decoder(nn.Module):
+    """Layers by the names of T5 and of BART."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for module in ("SelfAttention", "EncDecAttention", "self_attn", "encoder_attn"):
+            attention = nn.Module()
+            for name in names:
+                attention[name] = nn.Linear(32, 32, bias=False)
+            self[module] = attention
+
+
+@pytest.mark.parametrize("names", [("q", "k", "v"), ("q_proj", "k_proj", "v_proj")])
+def test_queries_of_cross_attention_are_multiplied_alone(names: tuple[str, ...]) -> None:
+    model = Decoder(*names)
+    assert use_row_layers(model, None) == 12
+    for module, number in (
+        ("SelfAttention", 3),
+        ("self_attn", 3),
+        ("EncDecAttention", 1),
+        ("encoder_attn", 1),
+    ):
+        product = model[module][names[0]]["_product"]
+        assert len(product.widths) == number
+        assert len(siblings_of(f"decoder.{module}.{names[0]}")) == number
