@@ -94,7 +94,7 @@ def _check_input(each: ModelInput, info: RunnerInfo) -> None:
             param="prompt",
         )
     if is_source:
-        _check_ids("prompt", tokens_of(each), info.vocab_size)
+        _check_ids("prompt", tokens_of(each), info.source_vocab_size or info.vocab_size)
     if each.kind is not InputKind.PROMPT_EMBEDS or each.span is None:
         return
     shape = each.arrays["rows"].shape

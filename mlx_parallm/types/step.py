@@ -385,7 +385,7 @@ class RunnerInfo:
 
     Attributes:
         path: how the forward runs: "packed", "split", "sequential" or "alone"; see docs/models.md.
-        vocab_size: rows of the embedding table; the API refuses greater ids.
+        vocab_size: rows of the table of word embeddings; the API refuses greater ids.
         max_model_len: longest sequence, prompt and output together, in tokens.
         num_blocks: KV blocks in the pool.
         block_size: tokens per block.
@@ -406,6 +406,7 @@ class RunnerInfo:
         num_tower_stages: the stages in which the features of an image, or the KV of a source, are
             computed.
         max_source_len: longest source, in positions; 0 if the model has no encoder.
+        source_vocab_size: rows of the table of word embeddings for sources; 0 if it is the same.
     """
 
     path: str
@@ -427,6 +428,7 @@ class RunnerInfo:
     state_bytes: int = 0
     keeps_states: bool = False
     max_source_len: int = 0
+    source_vocab_size: int = 0
 
 
 class StepInFlight(Protocol):

@@ -9,13 +9,22 @@ from typing import Any
 # attention heads, in order of preference.
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-# LEARNED_POSITIONS: the field that sizes the table of positions, by model type, and its default.
-# A position beyond the table reads foreign memory, whatever the other fields say.
+# LEARNED_POSITIONS: the field that sizes the table of positions, learned or of sinusoids, by model
+# type, and its default. A position beyond the table reads foreign memory, whatever the other fields
+# say.
 LEARNED_POSITIONS = {
+    "bart": ("max_position_embeddings", 1024),
     "gpt2": ("n_positions", 1024),
     "gpt_bigcode": ("n_positions", 1024),
+    "m2m_100": ("max_position_embeddings", 1024),
+    "marian": ("max_position_embeddings", 1024),
+    "mbart": ("max_position_embeddings", 1024),
     "opt": ("max_position_embeddings", 2048),
+    "pegasus": ("max_position_embeddings", 1024),
 }
+#: ``UNBOUNDED``: types whose positions have no end. Older configs of T5 have ``n_positions``, the
+#: length of the texts that it was trained with.
+UNBOUNDED = frozenset({"mt5", "t5", "umt5"})
 DEFAULT_MAX_MODEL_LEN = 4096
 
 
@@ -25,7 +34,7 @@ def context_length(config: dict[str, Any]) -> int | None:
     It is None if no key has a number of tokens; 0 and -1 stand for no limit in some configs.
     """
     learned = learned_positions(config)
-    if learned is not None:
+    if learned is not None or config.get("model_type") in UNBOUNDED:
         return learned
     lengths = (config_value(config, key) for key in LENGTH_KEYS)
     return next((length for length in lengths if length is not None and length > 0), None)

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_parallm.config import ModelConfig, ModelTask
 from mlx_parallm.models.checkpoints.decoders import DecoderPlan, architecture, reads_both_ways
+from mlx_parallm.models.checkpoints.encoder_decoders import is_encoder_decoder
 from mlx_parallm.models.checkpoints.encoders import ENCODER_TYPES
 from mlx_parallm.models.checkpoints.sentence_transformers import (
     module_kinds,
@@ -48,6 +49,8 @@ def decoder_task(config: Mapping[str, Any], modules: Collection[str]) -> ModelTa
         config: its config.json.
         modules: kinds of the modules of sentence-transformers that its folder has.
     """
+    if is_encoder_decoder(config):
+        return "generate"
     if "LogitScore" in modules:
         return "score"
     if "Pooling" in modules or "Dense" in modules:
@@ -64,7 +67,12 @@ def decoder_plan(
         task: the task that it is served for.
         config: its config.json.
         chosen: ids of the tokens whose logits are the score, if its checkpoint has no head.
+
+    Raises:
+        ConfigError: it is an encoder-decoder.
     """
+    if is_encoder_decoder(config):
+        raise ConfigError(f"--task {task}: {config['model_type']} can only generate.")
     if task == "embed":
         return DecoderPlan(tasks=_VECTORS)
     if task == "token_embed":

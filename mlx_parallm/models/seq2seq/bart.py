@@ -354,6 +354,7 @@ class Model(nn.Module):
         # M2M-100 computes the positions of any source.
         is_endless = args.family.positions == "m2m"
         self.max_source_len = None if is_endless else args.max_position_embeddings
+        self.source_vocab_size = args.vocab_size
         self.model = Trunk(args)
         if not args.tie_word_embeddings:
             self.lm_head = nn.Linear(args.d_model, args.target_vocab_size, bias=False)

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_parallm.models.checkpoint_names import Weights
+from mlx_parallm.models.checkpoints.encoder_decoders import SHARED_FIELD
 from mlx_parallm.types.errors import ModelLoadError
 
 HEAD = "lm_head"
@@ -35,9 +36,12 @@ def saved_fields(config: Mapping[str, Any], weights: Weights) -> dict[str, Any]:
     """Return the fields of a config that the files decide: if there is a head, and so on.
 
     Raises:
-        ModelLoadError: source and target have word embeddings that the model cannot have.
+        ModelLoadError: the files are an encoder's alone, or source and target have word embeddings
+            that the model cannot have.
     """
-    if config.get("share_encoder_decoder_embeddings", True):
+    if not any("decoder" in name.split(".") for name in weights):
+        raise ModelLoadError("the files have no decoder, and an encoder alone is not served.")
+    if config.get(SHARED_FIELD, True):
         check_tables(weights)
     return {
         "tie_word_embeddings": not has_own_head(weights),

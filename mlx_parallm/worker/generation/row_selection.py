@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.models.checkpoints.decoder_sizes import config_value
+from mlx_parallm.models.checkpoints.encoder_decoders import target_vocab_size
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.device.ranks import Ranks, agreed
@@ -93,12 +93,13 @@ def embedding_rows(model: nn.Module, vocab_size: int | None) -> int | None:
 
 
 def vocab_size_of(loaded: LoadedModel) -> int:
-    """Return the number of token ids that a model knows, the rows of its token embedding.
+    """Return the number of token ids that a model writes, the rows of its token embedding.
 
     Raises:
         ModelLoadError: the model has no embedding.
     """
-    vocab_size = embedding_rows(loaded.model, config_value(loaded.config, "vocab_size"))
+    named = target_vocab_size(loaded.config) or getattr(loaded.model.args, "vocab_size", None)
+    vocab_size = embedding_rows(loaded.model, named)
     if vocab_size is None:
         raise ModelLoadError(f"{loaded.path} has no embedding table.")
     return vocab_size

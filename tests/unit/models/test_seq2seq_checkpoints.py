@@ -17,6 +17,7 @@ from mlx_parallm.config import ModelConfig
 from mlx_parallm.models.checkpoints.encoder_decoders import ENCODER_DECODER_TYPES
 from mlx_parallm.models.decoder_classes import ENCODER_DECODERS, decoder_classes
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
+from mlx_parallm.worker.generation.row_selection import vocab_size_of
 from mlx_parallm.worker.weights.loader import CastRule, LoadedModel, load_model, parameters_of
 from mlx_parallm.worker.weights.model_weights import ModelWeights
 from tests.encoder_folders import golden_arrays, write_encoder, write_golden
@@ -78,6 +79,16 @@ def test_a_head_of_its_own_stays(name: str, names: tuple[str, ...], tmp_path: Pa
     assert "lm_head.weight" in weights
     model = loaded(tmp_path, golden["config"], with_tables(weights, "shared", names))
     assert_same(model, weights)
+
+
+def test_ids_are_those_of_the_table_of_targets(tmp_path: Path) -> None:
+    for name in ("t5", "bart", "marian_two_tables"):
+        golden = read_seq2seq(name)
+        model = loaded(tmp_path / name, golden["config"], golden_arrays(golden))
+        assert vocab_size_of(model) == 64
+        # Older configs of T5 lack the field, and the table of biases has 32 rows.
+        del model.config["vocab_size"]
+        assert vocab_size_of(model) == 64
 
 
 @pytest.mark.parametrize("is_bare", [False, True])
@@ -142,6 +153,14 @@ def test_word_embeddings_that_differ_are_refused(name: str, tmp_path: Path) -> N
     other = table.replace("shared", "encoder.embed_tokens")
     weights[f"{other}.weight"] = weights[f"{table}.weight"] + 1
     with pytest.raises(ModelLoadError, match=f"{table} and {other} differ"):
+        loaded(tmp_path, golden["config"], weights)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "marian_two_tables"])
+def test_an_encoder_alone_is_refused(name: str, tmp_path: Path) -> None:
+    golden = read_seq2seq(name)
+    weights = {key: array for key, array in golden_arrays(golden).items() if "decoder." not in key}
+    with pytest.raises(ModelLoadError, match="no decoder, and an encoder alone"):
         loaded(tmp_path, golden["config"], weights)
 
 

@@ -95,4 +95,5 @@ def _example(model: EncoderDecoder, length: int, vocab_size: int) -> Mapping[str
     if make is not None:
         return make(length)
     rng = random.Random(length)
-    return {TOKEN_IDS: mx.array([rng.randrange(vocab_size) for _ in range(length)])}
+    rows = getattr(model, "source_vocab_size", vocab_size)
+    return {TOKEN_IDS: mx.array([rng.randrange(rows) for _ in range(length)])}

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.masks import GrammarMasks
+from mlx_parallm.models.checkpoints.encoder_decoders import source_vocab_size
 from mlx_parallm.models.vision.checkpoint import TOWER
 from mlx_parallm.models.vision.features import Tower
 from mlx_parallm.types.errors import ConfigError
@@ -287,4 +288,5 @@ def _with_sources(info: RunnerInfo, loaded: LoadedModel, max_source_len: int) ->
         input_kinds=(InputKind.SOURCE,),
         num_tower_stages=loaded.model.num_encoder_stages,
         max_source_len=max_source_len,
+        source_vocab_size=source_vocab_size(loaded.config) or 0,
     )
