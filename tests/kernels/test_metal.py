@@ -28,7 +28,7 @@ DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 QUANTISATIONS = (None, KVQuantisation(bits=8), KVQuantisation(bits=4))
 DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128), (8, 8))
 HEADS = ((2, 1), (7, 1), (16, 2), (6, 6))
-SCORES = ({}, {"soft_cap": 30.0, "sinks": True}, {"distances": 33})
+SCORES = ({}, {"soft_cap": 30.0, "sinks": True, "distances": 33})
 #: ``STEPS``: one row, whose arrays are small, and rows that are cut beside chunks.
 STEPS = (((5, 1),), ((200, 1), (20, 2), (130, 20)))
 VOCABULARIES = (151_936, 50_257, 33)
