@@ -73,6 +73,7 @@ class SourceCache:
         self._by_key: dict[SourceKey, SourceProduct] = {}
         # Products whose last stage is planned, and those of each step in flight.
         self._planned: list[SourceProduct] = []
+        self._dropped: set[int] = set()
         self._in_flight: dict[int, list[SourceProduct]] = {}
 
     def hold(self, key: SourceKey, source: ModelInput, room: int) -> HeldSource | None:
@@ -117,17 +118,17 @@ class SourceCache:
         return product
 
     def release(self, product: SourceProduct) -> None:
-        """Count one user less; without any the blocks are the pool's, unless a run writes them."""
+        """Count one user less; without any the blocks are the pool's.
+
+        A run in progress must write nothing for it any more. A later user begins anew, since the
+        run began with a slot of an adapter that may be another one's by then.
+        """
         assert product.num_users > 0, "a source is released more often than held"
         product.num_users -= 1
-        if product.num_users:
-            return
-        if product.is_ready or product.slot in self.waiting:
+        if not product.num_users:
+            if not product.is_ready and product.slot not in self.waiting:
+                self._dropped.add(product.slot)
             self._drop(product)
-        else:
-            # The run is abandoned, or ends with a step. It began with a slot of an adapter that
-            # may be given to another one, so that it has no more users.
-            self._detach(product)
 
     def places(self, products: Iterable[Product]) -> tuple[SourcePlace, ...]:
         """See ``ProductCache``."""
@@ -143,9 +144,10 @@ class SourceCache:
     def finish(self, products: Iterable[Product]) -> None:
         """See ``ProductCache``: the step that computes them uses them until it has ended."""
         for each in products:
-            product = self._products[each.slot]
-            product.num_users += 1
-            self._planned.append(product)
+            product = self._products.get(each.slot)
+            if product is not None:
+                product.num_users += 1
+                self._planned.append(product)
 
     def begin_step(self, step_id: int) -> None:
         """Note that what was planned is computed by this step."""
@@ -166,15 +168,12 @@ class SourceCache:
         self._kv.forget_computed(product.blocks)
 
     def take_dropped(self) -> tuple[int, ...]:
-        """See ``ProductCache``: the worker keeps nothing of sources besides their blocks."""
-        return ()
+        """See ``ProductCache``: sources in runs that go on."""
+        dropped, self._dropped = tuple(sorted(self._dropped)), set()
+        return dropped
 
     def drop_unused(self, products: Iterable[Product]) -> None:
-        """See ``ProductCache``."""
-        for each in products:
-            product = self._products.get(each.slot)
-            if product is not None and not product.num_users:
-                self._drop(product)
+        """See ``ProductCache``: what has no users was dropped with the last of them."""
 
     def clear(self) -> None:
         """Let no later request use what is held now."""
@@ -186,8 +185,6 @@ class SourceCache:
             product = self._products.get(slot)
             if product is not None:
                 self._detach(product)
-                if not product.num_users:
-                    self._drop(product)
 
     def tables(self) -> list[BlockTable]:
         """Return the tables of all products."""
@@ -200,7 +197,7 @@ class SourceCache:
         assert counted == num_users + len(of_steps), "users of sources are lost"
         assert all(self._products[slot] is each for slot, each in self.waiting.items())
         assert all(self._products[each.slot] is each for each in self._by_key.values())
-        assert all(each.num_users for each in self.waiting.values()), "no sequence needs a source"
+        assert all(each.num_users for each in self._products.values()), "a source without a user"
 
     def _detach(self, product: SourceProduct) -> None:
         if self._by_key.get(product.key) is product:

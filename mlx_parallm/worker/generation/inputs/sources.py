@@ -247,8 +247,10 @@ class SourceRun:
         if self._stages is None:
             return None
         stages, self._stages = self._stages, None
+        # The adapter of a dropped source may have been unloaded: its rows mean nothing any more.
+        places = [each for slot, each in self._places.items() if slot not in self._dropped]
         # If the stage fails, nothing of the run is kept.
-        layers = self._encoder.compute(stages, self._places.values(), self._rows)
+        layers = self._encoder.compute(stages, places, self._rows)
         self._stages = stages
         return layers
 

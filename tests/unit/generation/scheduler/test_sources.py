@@ -10,9 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
-from mlx_parallm.generation.scheduler.sources import SourceCache
+from mlx_parallm.engine.adapter_slots import AdapterSlots
+from mlx_parallm.generation.inputs.runs import InputRuns, StageAllowance
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.sources import SourceCache, SourceKey
 from mlx_parallm.types.errors import ContextLengthError
-from mlx_parallm.types.model_input import ModelInput, source_of, tokens_of
+from mlx_parallm.types.model_input import ModelInput, SourcePlace, source_of, tokens_of
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.step import Moves, ScheduledBatch, ScheduledSequence, StepOutput
 from tests.block_simulator import SimulatedRunner
@@ -36,12 +39,14 @@ class SourceRunner(SimulatedRunner):
         super().__init__(num_blocks, block_size, num_slots, has_state=False, copies=copies)
         self.kv: list[list[Any]] = [[None] * block_size for _ in range(num_blocks)]
         self.num_runs = self.num_encoded = 0
-        self.open: dict[int, tuple[list[ModelInput], Any, list[str], int]] = {}
+        self.open: dict[int, tuple[dict[int, tuple[ModelInput, SourcePlace, str]], int]] = {}
         self.source_of: list[tuple[int, ...]] = []
 
     def change(self, moves: Moves, *, garbage: bool = False) -> None:
         """Apply what comes before a step."""
-        assert not moves.dropped, "a source has nothing but blocks"
+        for slot in moves.dropped:
+            for sources, *_ in self.open.values():
+                sources.pop(slot, None)
         for number in moves.abandoned:
             self.open.pop(number, None)
         for stages in moves.stages:
@@ -52,16 +57,18 @@ class SourceRunner(SimulatedRunner):
                 assert all(
                     bool(place.adapter) == bool(place.adapter_slot) for place in stages.places
                 )
-                self.open[stages.run] = list(stages.begun), stages.places, contents, NUM_STAGES
+                parts = zip(stages.begun, stages.places, contents, strict=True)
+                sources = dict(zip(stages.slots, parts, strict=True))
+                self.open[stages.run] = sources, NUM_STAGES
             if stages.run not in self.open:
                 continue
-            sources, places, contents, num_left = self.open.pop(stages.run)
+            sources, num_left = self.open.pop(stages.run)
             assert 0 < stages.num_stages <= num_left
             assert stages.is_last == (stages.num_stages == num_left)
             if not stages.is_last:
-                self.open[stages.run] = sources, places, contents, num_left - stages.num_stages
+                self.open[stages.run] = sources, num_left - stages.num_stages
                 continue
-            for source, place, content in zip(sources, places, contents, strict=True):
+            for source, place, content in sources.values():
                 tokens = list(tokens_of(source))
                 assert len(place.block_table) == -(-len(tokens) // self._block_size)
                 for position, token in enumerate(tokens):
@@ -267,6 +274,30 @@ def test_an_abandoned_run_gives_its_blocks_back() -> None:
     harness.drain()
     assert harness.sources.num_encoded == 3
     assert not harness.sources.open
+
+
+def test_a_run_that_goes_on_writes_nothing_for_who_has_left() -> None:
+    kv = KVCacheManager(20, 4)
+    cache = SourceCache(kv, AdapterSlots(1))
+    runs = InputRuns(cache, NUM_STAGES)
+    held = [
+        cache.hold(SourceKey(bytes([number])), source_of(SOURCES[number]), 20) for number in (1, 2)
+    ]
+    assert held[0] is not None
+    runs.advance(StageAllowance(8.0, 100.0, is_whole=False))
+    begun = runs.take_moves().stages
+    assert [(each.slots, each.is_last) for each in begun] == [((0, 1), False)]
+    held[0].release()
+    assert kv.num_free == 20 - 3
+    runs.advance(StageAllowance(100.0, 100.0, is_whole=False))
+    moves = runs.take_moves()
+    assert (moves.dropped, [each.is_last for each in moves.stages]) == ((0,), [True])
+    cache.begin_step(1)
+    cache.end_step(1)
+    cache.check_integrity(1)
+    again = cache.hold(SourceKey(bytes([1])), source_of(SOURCES[1]), 20)
+    assert again is not None
+    assert again.is_awaited(0)
 
 
 def test_sources_of_different_lengths_are_one_run() -> None:
