@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import Response
 
+from mlx_parallm.api.http import sse
 from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.pooling.hf.generation_answer import TaskAnswer, finished_text
 from mlx_parallm.api.pooling.hf.generation_schema import GenerationParameters
@@ -18,7 +19,7 @@ from mlx_parallm.api.turns.fields import BodyValue
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.prelude import Admitted, Prelude, generator
 from mlx_parallm.api.turns.sources import SourceForm, read_source, source_params, text_side
-from mlx_parallm.api.turns.stream import respond
+from mlx_parallm.api.turns.stream import StreamForm, respond
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar.structured_outputs import structured_outputs_spec
@@ -34,6 +35,8 @@ from mlx_parallm.types.request import (
     StructuredOutputsParams,
 )
 
+# EVENTS: TGI ends a stream with its last token; its own client reads no other end.
+EVENTS = StreamForm(sse.data)
 # TRANSLATION begins the names of tasks such as "translation_en_to_de".
 TRANSLATION = "translation"
 #: ``KEYS``: the key of an answer's text by task, in Hugging Face's names.
@@ -227,7 +230,7 @@ async def run_generation(
         finish=finished_text if parameters.clean_up_tokenization_spaces else str,
     )
     generation = await admitted.start(requests, FIELDS)
-    return await respond(prelude, generation, answer, stream=body.stream)
+    return await respond(prelude, generation, answer, stream=body.stream, form=EVENTS)
 
 
 def _keys(task: str | None) -> tuple[str, ...]:

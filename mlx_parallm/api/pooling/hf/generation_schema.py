@@ -21,8 +21,6 @@ NEUTRAL: Mapping[str, Any] = {
     "diversity_penalty": 0,
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1,
-    "epsilon_cutoff": 0,
-    "eta_cutoff": 0,
     "force_words_ids": None,
     "guidance_scale": 1,
     "max_time": None,
@@ -30,9 +28,10 @@ NEUTRAL: Mapping[str, Any] = {
     "penalty_alpha": 0,
     "return_full_text": False,
     "top_n_tokens": 0,
-    "typical_p": 1,
     "watermark": False,
 }
+#: ``SAMPLING``: likewise, of parameters that matter to samples alone.
+SAMPLING: Mapping[str, Any] = {"epsilon_cutoff": 0, "eta_cutoff": 0, "typical_p": 1}
 
 
 class GenerationParameters(OpenForm):
@@ -98,7 +97,9 @@ class GenerationParameters(OpenForm):
     def check_supported(self) -> None:
         """Refuse parameters that would change the text in a way that is not served, by name."""
         extra = self.model_extra or {}
-        for name, neutral in NEUTRAL.items():
+        # langchain sends a typical_p with every request.
+        refused = {**NEUTRAL, **SAMPLING} if self.samples else NEUTRAL
+        for name, neutral in refused.items():
             if name in extra and extra[name] not in (neutral, None):
                 raise InvalidRequestError(
                     f"{name} is not supported.", param=name, code="unsupported_parameter"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import queue
 from collections.abc import Iterator
@@ -121,6 +122,33 @@ def test_text_generation_as_a_stream(engine: FakeSeq2Seq, url: str) -> None:
     assert chunks[-1].details.input_length == 5
     # The beams of the files cannot be streamed.
     assert taken(engine).params.beams is None
+
+
+def test_events_of_a_stream_are_tgis_alone(engine: FakeSeq2Seq, url: str) -> None:
+    """TGI's own client reads every event as JSON with a token."""
+    body = {"inputs": "hi", "stream": True}
+    with httpx2.stream("POST", url, json=body) as answer:
+        lines = [line.removeprefix("data:") for line in answer.iter_lines() if line]
+    assert [json.loads(line)["token"]["text"] for line in lines] == [*"hello", ""]
+
+
+def test_what_langchain_sends_is_taken(engine: FakeSeq2Seq, url: str) -> None:
+    """The parameters of its HuggingFaceEndpoint."""
+    output = InferenceClient(url).text_generation(
+        "hi",
+        max_new_tokens=16,
+        top_p=0.95,
+        typical_p=0.95,
+        temperature=0.8,
+        return_full_text=False,
+        stop=[],
+        do_sample=False,
+        watermark=False,
+    )
+    assert output == "hello"
+    params = taken(engine).params
+    assert params.beams == BeamParams(width=4, length_penalty=2.0)
+    assert (params.temperature, params.max_tokens) == (0, 16)
 
 
 def test_the_keys_of_an_answer_are_those_of_the_task(engine: FakeSeq2Seq, url: str) -> None:
@@ -252,7 +280,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
             ({"truncation": "only_second"}, "truncation", "only_second"),
             ({"truncation": "yes"}, "truncation", ""),
             ({"truncate": 65}, "truncate", "from 1 to 64"),
-            ({"typical_p": 0.9}, "typical_p", "is not supported"),
+            ({"typical_p": 0.9, "do_sample": True}, "typical_p", "is not supported"),
             ({"watermark": True}, "watermark", "is not supported"),
             ({"best_of": 2}, "best_of", "is not supported"),
             ({"return_full_text": True}, "return_full_text", "is not supported"),
