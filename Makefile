@@ -89,13 +89,16 @@ page-test: $(RUNTIME_STAMP) ## The page at / in Chromium (needs Node and Chromiu
 		exec env PYTHON="$(abspath $(BIN)/python)" \
 		$(abspath $(BIN)/python) -m mlx_parallm.peers.child_process parent -- npm test
 
-# Clients that nothing else here needs; instructor wants an older OpenAI client than the others.
+# Clients that nothing else here needs; instructor wants an older OpenAI client than the others, and
+# langchain's package for Hugging Face an older client of the hub.
 CLIENTS := .venv-clients
 INSTRUCTOR := .venv-instructor
+LANGCHAIN := .venv-langchain
 CLIENTS_STAMP := $(CLIENTS)/.installed-$(call checksum,requirements/conformance.txt)
 INSTRUCTOR_STAMP := $(INSTRUCTOR)/.installed-$(call checksum,requirements/conformance-instructor.txt)
+LANGCHAIN_STAMP := $(LANGCHAIN)/.installed-$(call checksum,requirements/conformance-langchain.txt)
 
-conformance: $(DEV_STAMP) $(CLIENTS_STAMP) $(INSTRUCTOR_STAMP) ## Unmodified clients against a live server; rewrites docs/compatibility.md (needs Node)
+conformance: $(DEV_STAMP) $(CLIENTS_STAMP) $(INSTRUCTOR_STAMP) $(LANGCHAIN_STAMP) ## Unmodified clients against a live server; rewrites docs/compatibility.md (needs Node)
 	@cd tests/conformance/node && npm ci --no-audit --no-fund
 	@exec $(WITH_MAKE) tests.conformance.run_all $(ARGS)
 
@@ -207,6 +210,11 @@ $(INSTRUCTOR_STAMP): requirements/conformance-instructor.txt
 	@$(PYTHON) -m venv $(INSTRUCTOR)
 	@$(INSTRUCTOR)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
 	@rm -f $(INSTRUCTOR)/.installed-* && touch $@
+
+$(LANGCHAIN_STAMP): requirements/conformance-langchain.txt
+	@$(PYTHON) -m venv $(LANGCHAIN)
+	@$(LANGCHAIN)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
+	@rm -f $(LANGCHAIN)/.installed-* && touch $@
 
 $(TRAINERS_STAMP): requirements/trainers.txt
 	@echo "Installing the trainers"

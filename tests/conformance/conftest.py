@@ -39,6 +39,12 @@ def embedder(server: LiveServer) -> LiveServer:
 
 
 @pytest.fixture(scope="session")
+def translator(server: LiveServer) -> LiveServer:
+    """Return the server with the name of its encoder-decoder."""
+    return replace(server, model="translator")
+
+
+@pytest.fixture(scope="session")
 def seeing(server: LiveServer) -> LiveServer:
     """Return the server with the name of its model that takes images."""
     return replace(server, model="demo:see")

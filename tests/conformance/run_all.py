@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.make_seq2seq import make_seq2seq
 from tests.client_suites import choose, failed_of, run_suite
 from tests.conformance.report import write_document
 from tests.conformance.suites import SUITES, Suite
@@ -23,6 +24,7 @@ MODEL = "mlx-parallm-demo"
 RERANKER = "reranker"
 EMBEDDER = "embedder"
 SEEING = "demo:see"
+TRANSLATOR = "translator"
 DEMO_MODEL = ROOT / "mlx_parallm" / "demo_models" / "chat"
 
 
@@ -41,10 +43,12 @@ def main(words: list[str]) -> int:
         # Tiny ones, beside the embedded model.
         reranker = write_cross_encoder(Path(folder) / "reranker")
         embedder = write_embedder(Path(folder) / "embedder")
+        translator = make_seq2seq(Path(folder) / "translator", "tiny-t5")
         names = [f"{DEMO_MODEL}={MODEL}", f"{reranker}={RERANKER}", f"{embedder}={EMBEDDER}"]
+        models = (str(DEMO_MODEL), str(reranker), str(embedder), SEEING, str(translator))
         server = ServerProcess(
-            *("--api-key", KEY, "--model", str(DEMO_MODEL), str(reranker), str(embedder), SEEING),
-            *("--served-model-name", *names),
+            *("--api-key", KEY, "--model", *models),
+            *("--served-model-name", *names, f"{translator}={TRANSLATOR}"),
             is_forked=False,
         )
         try:

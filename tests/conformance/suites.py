@@ -10,6 +10,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
 INSTRUCTOR = ROOT / ".venv-instructor" / "bin" / "python"
+LANGCHAIN = ROOT / ".venv-langchain" / "bin" / "python"
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,18 @@ SUITES = (
         ("instructor", "openai"),
         "requirements/conformance-instructor.txt",
         INSTRUCTOR,
+    ),
+    Suite(
+        "test_sources.py",
+        "Hugging Face's and OpenAI's clients for Python, langchain and litellm",
+        ("huggingface-hub", "openai", "langchain-openai", "litellm"),
+    ),
+    Suite(
+        "test_langchain_sources.py",
+        "langchain's package for Hugging Face",
+        ("langchain-huggingface", "huggingface-hub"),
+        "requirements/conformance-langchain.txt",
+        LANGCHAIN,
     ),
     Suite("node/openai.test.js", "OpenAI's client for Node", ("openai",), NODE, None),
     Suite(

@@ -133,7 +133,7 @@ def test_events_of_a_stream_are_tgis_alone(engine: FakeSeq2Seq, url: str) -> Non
 
 
 def test_what_langchain_sends_is_taken(engine: FakeSeq2Seq, url: str) -> None:
-    """The parameters of its HuggingFaceEndpoint."""
+    """Its HuggingFaceEndpoint sends these parameters."""
     output = InferenceClient(url).text_generation(
         "hi",
         max_new_tokens=16,
