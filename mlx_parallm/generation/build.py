@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from typing_extensions import override
@@ -442,7 +441,7 @@ def _engine(
             context.families,
             name,
             info,
-            read_tiers=None if tiers is None else partial(tiers.stats, info.block_size),
+            read_tiers=None if tiers is None else tiers.stats,
         ),
         live=live,
         tiers=tiers,

@@ -126,7 +126,7 @@ class Process:
         def saved(loop: Any) -> StoreStats:
             engine = loop.engines[NAME]
             engine._save_all()
-            (tier,) = engine._tiers.stats(BLOCK_SIZE).tiers
+            (tier,) = engine._tiers.stats().tiers
             return tier.store
 
         return await self.engine.call(Do(saved))

@@ -157,7 +157,7 @@ def assert_comes_back(
             assert again.ask(name, **params) == memory[name]
             assert ids_of(memory[name]) == ids_of(cold[name])
             assert again.cached[name] == cached[name]
-            (stats,) = again.tiers.stats(BLOCK_SIZE).tiers
+            (stats,) = again.tiers.stats().tiers
             assert stats.hit_tokens >= cached[name]
     store.close()
 
@@ -266,7 +266,7 @@ def test_preempted_sequences_come_back_from_host_memory() -> None:
     busy.finish()
     stats = busy.scheduler.stats()
     assert stats.num_preemptions > 0
-    (host,) = busy.tiers.stats(BLOCK_SIZE).tiers
+    (host,) = busy.tiers.stats().tiers
     assert host.store.read_blocks > 0
     actual = [{0: busy.result(str(number)).tokens} for number in range(len(prompts))]
     assert actual == wanted

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from mlx_parallm.generation.inputs.cache import InputCache
 from mlx_parallm.generation.inputs.prompt_inputs import PromptInputs
+from mlx_parallm.types.content import Buffer
 from mlx_parallm.types.model_input import InputRows, ModelInput
 from mlx_parallm.types.step import SourceTable
 
@@ -25,6 +26,24 @@ class Held(Protocol):
     @property
     def num_cached(self) -> int:
         """Return the tokens of sources whose KV was found."""
+        ...
+
+    @property
+    def hits(self) -> Mapping[str, int]:
+        """Return how many of these tokens each store below the pool had."""
+        ...
+
+    @property
+    def is_filling(self) -> bool:
+        """True while blocks are to be filled with what stores had."""
+        ...
+
+    def fill(self, limit: int) -> list[tuple[int, Buffer]]:
+        """Return at most so many blocks to fill before the step that is planned, with bytes."""
+        ...
+
+    def note_use(self) -> None:
+        """Note that a step has computed rows with the products, and no row failed."""
         ...
 
     @property
@@ -94,6 +113,24 @@ class HeldInputs:
     def num_cached(self) -> int:
         """See ``Held``."""
         return 0
+
+    @property
+    def hits(self) -> Mapping[str, int]:
+        """See ``Held``."""
+        return {}
+
+    @property
+    def is_filling(self) -> bool:
+        """See ``Held``: stores have no features."""
+        return False
+
+    def fill(self, limit: int) -> list[tuple[int, Buffer]]:
+        """See ``Held``."""
+        del limit
+        return []
+
+    def note_use(self) -> None:
+        """See ``Held``."""
 
     @property
     def num_held(self) -> int:

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from mlx_parallm.generation.inputs.prompt_inputs import NO_INPUTS, PromptInputs
 from mlx_parallm.types.content import block_hash
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The end of a preempted sequence, from where it can go on.
+
+    Attributes:
+        content: of the snapshot there, and of the block that its prefix ends with.
+        num_tokens: the tokens before that position.
+        is_whole: True if that block is full, and found like others; otherwise it is found by the
+            tail alone.
+    """
+
+    content: bytes
+    num_tokens: int
+    is_whole: bool = False
 
 
 class BlockPool:
@@ -130,7 +147,7 @@ class BlockTable:
     found, with a snapshot behind them or not. ``snapshot``: the slot with the state after
     these, held until the first step of the sequence; None if there is none. ``found``: the
     content of that snapshot. ``tail``: that of a last block that only this table may use; empty if
-    there is none.
+    there is none. ``is_source``: True if the chain is that of a source, of use as a whole only.
     """
 
     def __init__(
@@ -152,6 +169,7 @@ class BlockTable:
         self.snapshot: int | None = None
         self.found = b""
         self.tail = b""
+        self.is_source = False
         self._tuple: tuple[int, ...] | None = None
 
     @property

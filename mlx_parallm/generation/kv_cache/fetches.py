@@ -151,7 +151,7 @@ class UnitPace:
     def __init__(self) -> None:
         self._unit_s: float | None = None
 
-    def observe(self, count: int, seconds: float) -> None:
+    def observe(self, count: float, seconds: float) -> None:
         """Note that ``count`` of them took so long."""
         new, old = seconds / count, self._unit_s
         self._unit_s = new if old is None else old + NEW * (new - old)
@@ -168,6 +168,7 @@ class FetchQueue:
 
     Attributes:
         computing: measures the tokens of prompts.
+        encoding: measures the tokens of sources.
         num_reads: chains that were read or given up.
         num_late: how many were given up.
         wait_s: seconds that sequences waited for them together.
@@ -178,6 +179,7 @@ class FetchQueue:
         self._block_bytes = block_bytes
         self._clock = clock
         self.computing = UnitPace()
+        self.encoding = UnitPace()
         self._reading = UnitPace()
         # When the latest read ended.
         self._read_s = clock()
@@ -206,7 +208,12 @@ class FetchQueue:
         return None if due_s is None else due_s - self._clock()
 
     def add(
-        self, runs: Sequence[Run], num_tokens: int, state: Run | None = None
+        self,
+        runs: Sequence[Run],
+        num_tokens: int,
+        state: Run | None = None,
+        *,
+        pace: UnitPace | None = None,
     ) -> ChainFetch | None:
         """Read a chain as soon as there is room for it; None if computing it is faster.
 
@@ -214,8 +221,9 @@ class FetchQueue:
             runs: its blocks.
             num_tokens: those that are not computed then.
             state: the state after the last block, if the model has one.
+            pace: measures such tokens; None for those of prompts.
         """
-        compute_s = self.computing.predict(num_tokens)
+        compute_s = (pace or self.computing).predict(num_tokens)
         fetch = ChainFetch(runs, state, compute_s, self._clock, asked_s=self._clock())
         if not self._is_worth(fetch):
             return None

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from mlx_parallm.generation.inputs.prompt_inputs import NO_INPUTS, PromptInputs
-from mlx_parallm.generation.kv_cache.blocks import BlockPool, BlockTable
+from mlx_parallm.generation.kv_cache.blocks import BlockPool, BlockTable, Tail
 from mlx_parallm.generation.kv_cache.fetches import ChainFetch
 from mlx_parallm.generation.kv_cache.snapshots import StateSnapshots
-from mlx_parallm.generation.kv_cache.stored_chains import StoredChains
+from mlx_parallm.generation.kv_cache.stored_chains import StoredChain, StoredChains
 from mlx_parallm.generation.kv_cache.tiers import ArrivedBlock, Tiers
 from mlx_parallm.types.content import block_hash, root_hash
 
@@ -19,22 +18,6 @@ from mlx_parallm.types.content import block_hash, root_hash
 UNFINDABLE = -1
 # SOURCE begins the salts of sources, so that no prompt has their roots.
 SOURCE = b"source "
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """The end of a preempted sequence, from where it can go on.
-
-    Attributes:
-        content: of the snapshot there, and of the block that its prefix ends with.
-        num_tokens: the tokens before that position.
-        is_whole: True if that block is full, and found like others; otherwise it is found by the
-            tail alone.
-    """
-
-    content: bytes
-    num_tokens: int
-    is_whole: bool = False
 
 
 class KVCacheManager:
@@ -172,19 +155,39 @@ class KVCacheManager:
             lasting_salt: see ``new_table``.
             is_cached: False if no other request may find it.
         """
-        places = self._source_places(num_tokens)
-        lasting = None if lasting_salt is None else SOURCE + lasting_salt
-        table = self.new_table(places, SOURCE + salt, use_cache=is_cached, lasting_salt=lasting)
+        table = self._source_chain(salt, lasting_salt)
+        if is_cached and self.enable_prefix_caching:
+            matched = self._match(table, self._source_places(num_tokens))
+            if len(matched) == self.blocks_for(num_tokens):
+                table.num_cached = len(matched) * self.block_size
+                return self._own(table, matched)
+            table.clear()
         if not is_cached:
             self.withhold(table)
         count = self.blocks_for(num_tokens)
-        if len(table.blocks) == count:
-            return table
-        self.free(table, is_saved=False)
         blocks = self._allocate(count) if count <= room else None
         if blocks is None:
             return None
         table.append(blocks)
+        return table
+
+    def stored_source(
+        self, salt: bytes, num_tokens: int, lasting_salt: bytes | None
+    ) -> StoredChain | None:
+        """Return the chain of a source that memory lacks, if stores have all of it."""
+        if self.stored is None or lasting_salt is None:
+            return None
+        table, places = self._source_chain(salt, lasting_salt), self._source_places(num_tokens)
+        links = table.links(places, num_tokens, self.block_size)
+        if all(self._pool.find(table.root + link) is not None for link in links):
+            return None
+        return self.stored.find_source(table, places)
+
+    def _source_chain(self, salt: bytes, lasting_salt: bytes | None) -> BlockTable:
+        """Return the table of a source, without blocks."""
+        lasting = None if lasting_salt is None else root_hash(SOURCE + lasting_salt)
+        table = BlockTable(root_hash(SOURCE + salt), self._generation, lasting_root=lasting)
+        table.is_source = True
         return table
 
     def commit_source(self, table: BlockTable) -> None:

@@ -69,7 +69,9 @@ class StoredChains:
         The snapshots after them follow. The latest one counts as used with its chain.
         """
         root, tiers = table.lasting_root, self._tiers
-        if root is None or len(table.hashes) < tiers.min_saved:
+        # A source does not grow: what is worth reading is worth saving.
+        least = tiers.min_fetched if table.is_source else tiers.min_saved
+        if root is None or len(table.hashes) < least:
             return
         contents = [root + link for link in table.hashes]
         slots = self._snapshot_slots(table)
@@ -126,6 +128,17 @@ class StoredChains:
         if self._snapshots is None:
             return self._find_blocks(table, root, list(links))
         return self._find_state(table, root, list(links))
+
+    def find_source(self, table: BlockTable, token_ids: Sequence[int]) -> StoredChain | None:
+        """Return the chain of a source; None if it is short, or stores have not all of it."""
+        root, size = table.lasting_root, self._block_size
+        num_blocks = len(token_ids) // size
+        if root is None or num_blocks < self._tiers.min_fetched:
+            return None
+        runs = self._tiers.find([root + link for link in self._links(table, token_ids)])
+        if sum(len(run.contents) for run in runs) < num_blocks:
+            return None
+        return StoredChain(runs, num_blocks * size)
 
     def _is_here(self, table: BlockTable, link: bytes) -> bool:
         """True if memory has a block of use, which no snapshot follows."""

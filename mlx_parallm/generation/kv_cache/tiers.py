@@ -128,7 +128,7 @@ class Tiers:
         self._stores = stores
         self._block_bytes = block_bytes
         self._draft = draft
-        self._hit_blocks: Counter[str] = Counter()
+        self._hit_tokens: Counter[str] = Counter()
 
     def salt(self, lasting_salt: bytes | None) -> bytes | None:
         """Return a lasting salt with the draft model, whose KV blocks hold too; None if unknown."""
@@ -218,9 +218,9 @@ class Tiers:
         blocks = [ArrivedBlock(data[:-1], data[-1:] == DRAFTED, tier) for data, tier in arrived]
         return blocks + state
 
-    def count_hit(self, tier: str, num_blocks: int = 1) -> None:
-        """Count blocks of a prompt that a sequence need not compute."""
-        self._hit_blocks[tier] += num_blocks
+    def count_hit(self, tier: str, num_tokens: int) -> None:
+        """Count tokens of a prompt, or of a source, that a sequence need not compute."""
+        self._hit_tokens[tier] += num_tokens
 
     def add_saves(self, moves: Moves, num_computed: int = 0, *, is_alone: bool = False) -> Moves:
         """Return the moves of the next step with what is saved: what leaves, others as room allows.
@@ -253,13 +253,13 @@ class Tiers:
         """Assert that these chains, and no others, are read or held for sequences."""
         self.fetches.check_integrity(fetches)
 
-    def stats(self, block_size: int) -> TiersStats:
-        """Return their state; ``block_size`` in tokens."""
+    def stats(self) -> TiersStats:
+        """Return their state."""
         return TiersStats(
             tiers=tuple(
                 TierStats(
                     tier=store.tier,
-                    hit_tokens=self._hit_blocks[store.tier] * block_size,
+                    hit_tokens=self._hit_tokens[store.tier],
                     store=store.stats,
                 )
                 for store in self._stores

@@ -247,6 +247,8 @@ class Planner:
         if moves.tokens:
             rows_s = self.cost.predict(work)
             self.stage_cost.observe(moves.tokens, moves.begun_tokens, seconds, rows_s)
+            if tiers is not None and seconds > rows_s:
+                tiers.fetches.encoding.observe(moves.tokens, seconds - rows_s)
             return
         self._num_unobserved += 1
         if self._bound_s or work.prefill_tokens or self._num_unobserved >= OBSERVED:
@@ -382,8 +384,10 @@ class Planner:
         """Return True if a slot and its adapter are free and no step in flight samples for it."""
         # Sequences whose blocks are being read keep slots free.
         reserved = 0
-        if self._restorer is not None and sequence.fetch is None:
-            reserved = self._restorer.num_reserved
+        is_reading = sequence.fetch is not None or sequence.source_read is not None
+        if self._restorer is not None and not is_reading:
+            # One is left: else nothing would run while what comes first here needs none of these.
+            reserved = min(self._restorer.num_reserved, self._running.num_slots - 1)
         has_slot = self._running.num_free_slots > reserved
         return has_slot and not sequence.num_pending and self._running.may_start(sequence)
 
@@ -431,7 +435,7 @@ class Planner:
         """Spend the remaining budget on running prompts, best first, without preemption."""
         if plan.budget_left == 0:
             return
-        for sequence in self._running:
+        for sequence in list(self._running):
             if sequence in plan.awaited or not self._may_run(sequence):
                 continue
             planned = plan.num_tokens.get(sequence, 0)
@@ -439,3 +443,6 @@ class Planner:
             more = self._runnable(sequence, min(sequence.num_schedulable - planned, room), plan)
             if more > 0 and self._kv.grow(sequence.blocks, sequence.num_computed + planned + more):
                 plan.add(sequence, more)
+                if sequence.followers and sequence.num_remaining == 1:
+                    # All else of its prompt was cached, or filled while its source was computed.
+                    self._fork_followers(sequence, plan)

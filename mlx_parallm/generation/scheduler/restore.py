@@ -132,7 +132,8 @@ class Restorer:
     def _count_hits(self, arrived: Iterable[ArrivedBlock], num_shared: int) -> None:
         """Count the blocks that a sequence is given; those of memory need the state of a store."""
         for block in arrived:
-            self._tiers.count_hit(block.tier, num_shared if block.is_state else 1)
+            num_blocks = num_shared if block.is_state else 1
+            self._tiers.count_hit(block.tier, num_blocks * self._kv.block_size)
 
     def fill(self, plan: StepPlan, make_room: MakeRoom) -> None:
         """Plan to fill blocks of running sequences; their tokens count as computed then.
@@ -141,12 +142,21 @@ class Restorer:
         """
         if not self._tiers.fetches:
             return
-        filling = [sequence for sequence in self._running if sequence.arrived]
+        filling = [
+            sequence
+            for sequence in self._running
+            if sequence.arrived or (sequence.held is not None and sequence.held.is_filling)
+        ]
         if not filling:
             return
-        has_streams = any(row.num_remaining == 1 and not row.arrived for row in self._running)
+        has_streams = any(
+            row.num_remaining == 1 and not row.arrived and not row.is_blocked
+            for row in self._running
+        )
         limit = self._tiers.piece if has_streams else self._tiers.alone_piece
         for sequence in filling:
+            if sequence.held is not None:
+                plan.filled.update(sequence.held.fill(limit - len(plan.filled)))
             while sequence.arrived and len(plan.filled) < limit:
                 if sequence.arrived[0].is_state:
                     if plan.filled_states and has_streams:
@@ -156,7 +166,7 @@ class Restorer:
                     self._fill_next(sequence, plan)
                 else:
                     break
-            if sequence.slot is not None and not sequence.arrived:
+            if sequence.fetch is not None and not sequence.arrived:
                 sequence.num_drafted = self._kv.count_drafted(sequence.blocks)
                 self._running.end_fetch(sequence)
 

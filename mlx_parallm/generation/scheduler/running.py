@@ -14,6 +14,7 @@ from mlx_parallm.generation.inputs.cache import InputCache
 from mlx_parallm.generation.inputs.held import HeldInputs
 from mlx_parallm.generation.inputs.runs import InputRuns
 from mlx_parallm.generation.kv_cache.blocks import BlockTable
+from mlx_parallm.generation.kv_cache.fetches import ChainFetch
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.sequence import RequestGroup, Sequence
 from mlx_parallm.generation.scheduler.sources import SourceCache
@@ -194,8 +195,12 @@ class RunningSet:
         group = sequence.group
         if self.sources is None or group.source is None:
             return True
-        sequence.held = self.sources.hold(group.source_key, group.source, room)
-        return sequence.held is not None
+        read = sequence.source_read
+        sequence.held = self.sources.hold(group.source_key, group.source, room, read)
+        if sequence.held is None:
+            return False
+        self._leave_read(sequence)
+        return True
 
     def take_moves(self, step_id: int) -> Moves:
         """Return what a step computes of inputs before it runs; see ``InputRuns.take_moves``."""
@@ -207,6 +212,28 @@ class RunningSet:
         """Note that what a step computed of inputs is there, or is not."""
         if self.sources is not None:
             self.sources.end_step(step_id, has_failed=has_failed)
+
+    def await_source(self, sequence: Sequence) -> bool:
+        """Begin to read the source of a sequence if only stores have it; True if it is awaited."""
+        group, read = sequence.group, sequence.source_read
+        if self.sources is None or group.source is None:
+            return False
+        key = group.source_key
+        if read is not None and (read.is_taken or read.key != key):
+            # Another sequence had it, or the weights have changed.
+            self._leave_read(sequence)
+        if sequence.source_read is None:
+            sequence.source_read = self.sources.read(key, group.source)
+        read = sequence.source_read
+        if read is None:
+            return False
+        if read not in sequence.arrivals:
+            sequence.arrivals.append(read)
+        return read.is_awaited(0)
+
+    def source_fetches(self) -> list[ChainFetch]:
+        """Return the chains of sources that are read, or not filled yet."""
+        return [] if self.sources is None else self.sources.fetches()
 
     def forget_inputs(self) -> None:
         """Let no later sequence find what is computed of inputs now."""
@@ -264,7 +291,8 @@ class RunningSet:
         self.leave_adapter(sequence)
 
     def end_fetch(self, sequence: Sequence) -> None:
-        """Release the chain that was read for a sequence, and what is not filled of it."""
+        """Release the chains that were read for a sequence, and what is not filled of its own."""
+        self._leave_read(sequence)
         if sequence.fetch is not None:
             assert self._kv.tiers is not None, "only stores are read"
             self._kv.tiers.fetches.release(sequence.fetch)
@@ -272,6 +300,13 @@ class RunningSet:
                 sequence.arrivals.remove(sequence.fetch)
             sequence.fetch = None
             sequence.arrived.clear()
+
+    def _leave_read(self, sequence: Sequence) -> None:
+        """Let a sequence not wait any more for its source to be read."""
+        read, sequence.source_read = sequence.source_read, None
+        if read is not None:
+            assert self.sources is not None, "only sources are read"
+            self.sources.leave_read(read)
 
     def take_adapter(self, sequence: Sequence) -> bool:
         """Acquire the slot of a sequence's adapter; return False if none is free."""

@@ -252,8 +252,9 @@ class Scheduler:
         self._snapshotter.check_integrity(sequence.blocks for sequence in self._running)
         self._live.check_integrity()
         if self._kv.tiers is not None:
-            fetches = (sequence.fetch for sequence in self._live.by_id.values())
-            self._kv.tiers.check_integrity([each for each in fetches if each is not None])
+            live = self._live.by_id.values()
+            fetches = [sequence.fetch for sequence in live if sequence.fetch is not None]
+            self._kv.tiers.check_integrity([*fetches, *self._running.source_fetches()])
 
     def schedule(self) -> ScheduledBatch | None:
         """Return the next step; None if nothing can run.
@@ -434,6 +435,8 @@ class Scheduler:
     def _commit(self, sequence: Sequence, begun: RowInFlight, num_computed: int) -> None:
         if sequence.table is begun.table:
             self._kv.commit(sequence.blocks, sequence.token_ids, num_computed)
+            if sequence.held is not None:
+                sequence.held.note_use()
             if self._snapshotter.cuts and num_computed % self._kv.block_size == 0:
                 self._snapshotter.resolve(sequence, num_computed)
 

@@ -10,11 +10,10 @@ from typing import NamedTuple, Protocol
 from mlx_parallm.engine.adapter_slots import NO_ADAPTER
 from mlx_parallm.generation.inputs.held import Held
 from mlx_parallm.generation.inputs.prompt_inputs import PromptInputs
-from mlx_parallm.generation.kv_cache.blocks import BlockTable
+from mlx_parallm.generation.kv_cache.blocks import BlockTable, Tail
 from mlx_parallm.generation.kv_cache.fetches import ChainFetch
-from mlx_parallm.generation.kv_cache.manager import Tail
 from mlx_parallm.generation.kv_cache.tiers import ArrivedBlock
-from mlx_parallm.generation.scheduler.sources import SourceKey
+from mlx_parallm.generation.scheduler.source_reads import SourceKey, SourceRead
 from mlx_parallm.generation.scheduler.thinking import ThinkingTracker
 from mlx_parallm.generation.speculation import Speculation
 from mlx_parallm.types.events import FinishReason, PromptEvent
@@ -206,6 +205,7 @@ class Sequence:
         slot: its slot while running.
         held: the products of inputs that it holds while running; None without inputs.
         fetch: the chain that is read for it, until the blocks are filled; None if none is.
+        source_read: the chain of its source that is read, until it runs; None if none is.
         arrived: what its next blocks are filled with, while running.
         arrivals: what it waits for: blocks that are read for it or for another one, until it runs;
             then products of inputs.
@@ -241,6 +241,7 @@ class Sequence:
     slot: int | None = None
     held: Held | None = None
     fetch: ChainFetch | None = None
+    source_read: SourceRead | None = None
     arrived: deque[ArrivedBlock] = field(default_factory=deque[ArrivedBlock])
     arrivals: list[Arrival] = field(default_factory=list[Arrival])
     content: str = ""

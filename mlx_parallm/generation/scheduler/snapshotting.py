@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
-from mlx_parallm.generation.kv_cache.blocks import BlockTable
-from mlx_parallm.generation.kv_cache.manager import KVCacheManager, Tail
+from mlx_parallm.generation.kv_cache.blocks import BlockTable, Tail
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.kv_cache.snapshots import NO_SNAPSHOTS, SnapshotStats, StateSnapshots
 from mlx_parallm.generation.scheduler.sequence import RequestGroup, Sequence
 from mlx_parallm.generation.scheduler.step_plan import StepPlan

@@ -53,11 +53,7 @@ class Starter:
         table = self._new_table(sequence, known, use_cache=use_cache)
         if not is_cached:
             self._kv.withhold(table)
-        if (
-            use_cache
-            and self._restorer is not None
-            and self._restorer.reads(sequence, table, known)
-        ):
+        if self._awaits(sequence, table, known, use_cache=use_cache):
             self._kv.free(table, is_saved=False)
             return False
         if not self._has_room(sequence, table):
@@ -72,6 +68,16 @@ class Starter:
             self._restorer.take(sequence, known)
         self._count_prefix(sequence, use_cache=use_cache)
         return True
+
+    def _awaits(
+        self, sequence: Sequence, table: BlockTable, known: list[int], *, use_cache: bool
+    ) -> bool:
+        """Begin to read what stores have for a sequence; True if it has to be awaited."""
+        restorer = self._restorer
+        if restorer is None:
+            return False
+        awaits_prefix = use_cache and restorer.reads(sequence, table, known)
+        return self._running.await_source(sequence) or awaits_prefix
 
     def _has_room(self, sequence: Sequence, table: BlockTable) -> bool:
         """Return True if a sequence, with its source if it has one, can start with a table."""
@@ -93,11 +99,24 @@ class Starter:
         )
 
     def _count_prefix(self, sequence: Sequence, *, use_cache: bool) -> None:
-        if use_cache and self._kv.enable_prefix_caching and not sequence.output_ids:
+        has_cache = self._kv.enable_prefix_caching and not sequence.output_ids
+        if use_cache and has_cache:
             self.prefix_queries += len(sequence.token_ids)
             self.prefix_hits += sequence.blocks.num_cached
+        if has_cache and sequence.group.weights.is_cached:
+            self._count_source(sequence)
         if sequence.group.num_cached_tokens is None:
             num_filled = sum(not each.is_state for each in sequence.arrived)
             num_stored = num_filled * self._kv.block_size
             num_found = 0 if sequence.held is None else sequence.held.num_cached
             sequence.group.num_cached_tokens = sequence.num_computed + num_stored + num_found
+
+    def _count_source(self, sequence: Sequence) -> None:
+        source, held = sequence.group.source, sequence.held
+        if source is None or held is None:
+            return
+        self.prefix_queries += source.num_kv_tokens
+        self.prefix_hits += held.num_cached - sum(held.hits.values())
+        for tier, num_tokens in held.hits.items():
+            assert self._kv.tiers is not None, "only stores are hit"
+            self._kv.tiers.count_hit(tier, num_tokens)

@@ -352,6 +352,8 @@ class ModelRunner(Runner):
         """Begin to write KV blocks, before the steps that follow; see ``WriteBlocks``."""
         with self._recovering():
             self._end_readers(blocks)
+            if self._sources is not None:
+                self._sources.doubts.forget(blocks)
             return self._blocks.write(blocks, data)
 
     def read_states(self, slots: Sequence[int]) -> Pending[tuple[Buffer, ...]]:

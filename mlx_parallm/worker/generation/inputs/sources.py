@@ -58,6 +58,11 @@ class SourceDoubts:
             (source.block_table[0], each) for source, each in zip(sources, is_bad, strict=True)
         )
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Forget the sources in blocks that are written with KV which was found finite before."""
+        for block in blocks if self._is_bad else ():
+            self._is_bad.pop(block, None)
+
     def of(self, sequences: Iterable[ScheduledSequence]) -> dict[int, tuple[int, mx.array]]:
         """Return what is not known yet of the sources of sequences, by their ids."""
         if not self._is_bad:

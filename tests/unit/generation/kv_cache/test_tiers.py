@@ -227,10 +227,10 @@ def test_a_state_is_found_nearest_first_and_comes_behind_its_chain() -> None:
 def test_hits_and_saves_are_counted_by_tier() -> None:
     two = Two()
     tiers = two.tiers()
-    tiers.count_hit("far")
-    tiers.count_hit("far")
+    tiers.count_hit("far", 4)
+    tiers.count_hit("far", 4)
     tiers.saves.add(Save(0, b"a", b""))
-    stats = tiers.stats(SIZE)
+    stats = tiers.stats()
     assert [(each.tier, each.hit_tokens) for each in stats.tiers] == [("near", 0), ("far", 8)]
     assert stats.num_unsaved == 1
 

@@ -109,7 +109,7 @@ def test_a_prompt_comes_back_in_another_process() -> None:
     assert num_computed(harness) == len(PROMPT) - NUM_FOUND * SIZE
     assert tracked.num_cached == NUM_FOUND * SIZE
     assert harness.tiers is not None
-    (stats,) = harness.tiers.stats(SIZE).tiers
+    (stats,) = harness.tiers.stats().tiers
     assert stats.hit_tokens == NUM_FOUND * SIZE
     # What a store has is not saved again.
     assert not saved(harness.batches)
@@ -184,7 +184,7 @@ def test_a_late_read_is_given_up_and_computed() -> None:
     while harness.tracked:
         harness.step()
     assert num_filled(harness) == num_filled_before
-    assert tiers.stats(SIZE).num_late == 1
+    assert tiers.stats().num_late == 1
     assert tiers.fetches.due_in_s is None
     harness.drain()
 
@@ -447,7 +447,7 @@ def test_waiting_for_room_is_not_measured_as_reading() -> None:
     harness.step()
     harness.now_s += 20.0
     harness.drain()
-    assert tiers.stats(SIZE).wait_s == 0.0
+    assert tiers.stats().wait_s == 0.0
     harness.scheduler.reset_prefix_cache(reset_running=False)
     ask(harness, "once more")
     num_before = num_filled(harness)
@@ -519,7 +519,7 @@ def test_nothing_is_asked_or_kept_without_a_lasting_content() -> None:
 def external_hits(harness: SchedulerHarness) -> tuple[int, int]:
     """Return the prompt tokens that memory did not have, and those that came from stores."""
     assert harness.tiers is not None
-    stats, tiers = harness.scheduler.stats(), harness.tiers.stats(SIZE).tiers
+    stats, tiers = harness.scheduler.stats(), harness.tiers.stats().tiers
     return stats.prefix_queries - stats.prefix_hits, sum(tier.hit_tokens for tier in tiers)
 
 

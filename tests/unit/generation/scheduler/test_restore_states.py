@@ -79,7 +79,7 @@ def test_a_prompt_comes_back_in_another_process(has_kv: bool) -> None:
         assert num_computed(harness) == len(PROMPT) - PREFIX + 1
         assert tracked.num_cached == PREFIX
         assert harness.tiers is not None
-        (stats,) = harness.tiers.stats(SIZE).tiers
+        (stats,) = harness.tiers.stats().tiers
         assert stats.hit_tokens == PREFIX
         assert harness.scheduler.stats().prefix_hits == 0
         # What a store has is not saved again.

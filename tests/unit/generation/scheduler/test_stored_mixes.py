@@ -265,7 +265,7 @@ class Mix:
             self.turn(store, 0.1)
         harness.drain()
         assert harness.tiers is not None
-        tiers = harness.tiers.stats(kind.block_size).tiers
+        tiers = harness.tiers.stats().tiers
         self.num_hits += sum(tier.hit_tokens for tier in tiers)
         if source.random() < 0.3:
             self.disk.kill(store)

@@ -151,7 +151,7 @@ class History:
         self.seen["filled alone"] += sum(
             bool(each.filled_states and not each.filled) for each in moves
         )
-        self.seen["hit"] += sum(tier.hit_tokens for tier in self.tiers.stats(4).tiers)
+        self.seen["hit"] += sum(tier.hit_tokens for tier in self.tiers.stats().tiers)
         self.start()
 
 
