@@ -20,6 +20,7 @@ from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.config import CacheConfig, SchedulerConfig
 from mlx_parallm.generation.device_runner import DeviceRunner
+from mlx_parallm.models.checkpoints.decoder_sizes import context_length
 from mlx_parallm.models.seq2seq import t5
 from mlx_parallm.models.seq2seq.dense_cache import set_source
 from mlx_parallm.types.model_input import (
@@ -90,7 +91,8 @@ def new_runner(
 ) -> ModelRunner:
     layouts = probe_layout(loaded.model)
     cache, scheduler = CacheConfig(block_size=BLOCK_SIZE), SchedulerConfig(max_num_seqs=8)
-    plan = plan_kv(layouts, loaded.config, cache, scheduler, MAX_LEN, attention)
+    longest = min(MAX_LEN, context_length(loaded.config) or MAX_LEN)
+    plan = plan_kv(layouts, loaded.config, cache, scheduler, longest, attention)
     return make_runner(loaded, layouts, plan, num_blocks, attention, max_source_len=MAX_SOURCE_LEN)[
         0
     ]

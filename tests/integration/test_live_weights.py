@@ -257,7 +257,7 @@ async def test_what_does_not_fit_changes_nothing(
     with pytest.raises(InvalidRequestError, match="not below a folder"):
         await engine.control.update_weights_from_folder(str(tmp_path))
     (folders[1.0].parent / "empty").mkdir(exist_ok=True)
-    with pytest.raises(InvalidRequestError, match="could not be loaded"):
+    with pytest.raises(InvalidRequestError, match="has no model"):
         await engine.control.update_weights_from_folder("empty")
     assert engine.control.version().label == DEFAULT_VERSION
     assert is_same(await generate(engine, NAME, "same"), old)

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.adapters.arrays import to_mlx
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.models.seq2seq.dense_cache import set_source
 from mlx_parallm.types.model_input import InputKind, source_of
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
@@ -26,6 +28,7 @@ from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_language import MetalShim
 from tests.source_batches import (
     BLOCK_SIZE,
+    T5_VOCAB,
     Batch,
     Request,
     Running,
@@ -263,3 +266,26 @@ def test_kernels_give_a_batch_what_each_request_gets_alone(
     if bits is not None:
         expected = [Batch(runner, seed=5).run([each])[0] for each in requests]
     assert_same(Batch(runner, seed=1).run(requests), expected)
+
+
+@pytest.mark.parametrize("attention", [ReferenceAttention, CompiledAttention])
+def test_adapters_of_the_shared_embedding_change_sources_and_decoder_tokens(attention: Any) -> None:
+    numbers = np.random.default_rng(2)
+    change = LowRank(
+        kind="embedding",
+        a=HostTensor(numbers.normal(0, 0.5, (4, T5_VOCAB)).astype(np.float32)),
+        b=HostTensor(numbers.normal(0, 0.5, (32, 4)).astype(np.float32)),
+        scale=1.0,
+    )
+    adapter = AdapterWeights({"shared": change})
+    plain, changed = tiny_t5(), tiny_t5()
+    table = changed.model.shared
+    table.weight = table.weight + (to_mlx(change.b) @ to_mlx(change.a)).T
+    runner = new_runner(plain, attention(BLOCK_SIZE))
+    runner.adapters.add(adapter.digest, adapter)
+    requests = requests_of(9, count=8)
+    for number in (0, 3, 4, 7):
+        requests[number] = replace(requests[number], adapter_slot=1, adapter=adapter.digest)
+    expected = [alone(changed if each.adapter else plain, each) for each in requests]
+    assert not same(expected[0], alone(plain, requests[0]), atol=1e-2)
+    assert_same(Batch(runner, seed=8).run(requests), expected)
