@@ -40,7 +40,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 # These end when make does, however that ends; `exec`, so that no shell is between them and make.
 WITH_MAKE := $(BIN)/python -m mlx_parallm.peers.child_process parent
 
-.PHONY: help serve test test-slow test-engines test-ranks page-test conformance trainers corpus corpus-sample newest check-encoder check-mezo check-vision cluster-check lint checks format unit bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test test-slow test-engines test-ranks page-test conformance trainers corpus corpus-sample newest check-encoder check-seq2seq check-mezo check-vision cluster-check lint checks format unit bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -139,6 +139,9 @@ PEER_STAMP := $(PEER)/.installed-$(call checksum,requirements/check-encoder.txt)
 
 check-encoder: $(DEV_STAMP) $(PEER_STAMP) ## An embedder against sentence-transformers (MODEL=folder)
 	@PYTHONPATH=. $(BIN)/python -m mlx_parallm.process_setup.openblas scripts.check_encoder "$(MODEL)" --peer $(PEER)/bin/python
+
+check-seq2seq: $(DEV_STAMP) $(PEER_STAMP) ## An encoder-decoder against transformers (MODEL=folder ARGS="--tgt-lang …")
+	@PYTHONPATH=. $(BIN)/python -m mlx_parallm.process_setup.openblas scripts.check_seq2seq "$(MODEL)" --peer $(PEER)/bin/python $(ARGS)
 
 check-mezo: $(DEV_STAMP) ## Learning curves of an encoder (MODEL=folder DATA=file ARGS="--steps …"; PAPER=1: the authors' protocol)
 	@PYTHONPATH=. $(BIN)/python -m benchmarks.$(if $(PAPER),mezo_paper,check_mezo) --model "$(MODEL)" --data "$(DATA)" $(ARGS)

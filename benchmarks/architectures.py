@@ -50,6 +50,8 @@ PARTS = frozenset(
     }
 )
 TIMEOUT_S = 240
+#: ``ENCODER_DECODERS``: the heading of a section that is written by hand.
+ENCODER_DECODERS = "## Encoder-decoders\n"
 # LONG_TOLERANCE: largest difference of a long text that rounding explains.
 LONG_TOLERANCE = 1e-3
 # REASONS: causes of errors of architectures that could not be tried.
@@ -237,7 +239,14 @@ def main() -> None:
             results[name] = result
             print(name, result, flush=True)
     written = states.with_section(page(results), states_section)
+    written = f"{written.rstrip()}\n\n{own_section(old)}"
     options.output.write_text(with_section(written, section_of(old)))
+
+
+def own_section(page: str) -> str:
+    """Return a page's section on encoder-decoders, which is written by hand; "" if it has none."""
+    _, heading, rest = page.partition(ENCODER_DECODERS)
+    return heading + rest.partition("\n## ")[0]
 
 
 def _over_ranks(size: int) -> str:
