@@ -67,4 +67,9 @@ def reference_beams(
         if not (can_improve and is_open and not ends.all()):
             break
     results = zip(finished, scores.tolist(), is_finished.tolist(), strict=True)
-    return [(text, score) for text, score, is_real in results if is_real and score > NOTHING / 2]
+    return [
+        (text, score)
+        for text, score, is_real in results
+        # Beams that stand for nothing may end too.
+        if is_real and score * (len(text) + num_counted) ** length_penalty > NOTHING / 2
+    ]

@@ -13,7 +13,9 @@ import pickle
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from mlx_parallm.types.request import GenerateRequest
+import numpy as np
+
+from mlx_parallm.types.request import ADJUSTED_LOGPROBS, GenerateRequest
 from mlx_parallm.types.step import (
     PENDING_TOKEN,
     SampledToken,
@@ -23,6 +25,7 @@ from mlx_parallm.types.step import (
     StepOutput,
     TokenLogprob,
 )
+from tests.beam_reference import reference_beams
 
 VOCAB_SIZE = 50
 END_ID = 0
@@ -129,9 +132,12 @@ class SimulatedRunner:
         self._chosen = {seq_id: tokens[-1] for seq_id, tokens in chosen.items()}
         return StepOutput(
             tokens=tuple(
-                SampledToken(seq_id=seq_id, token_id=token)
-                for seq_id, tokens in chosen.items()
-                for token in tokens
+                SampledToken(
+                    seq_id=row.seq_id, token_id=token, logprob=self._likeliest(row, row.sample)
+                )
+                for row in good
+                if row.sample is not None
+                for token in chosen[row.seq_id]
             ),
             prompt_logprobs={row.seq_id: self._score(row) for row in good if row.target_ids},
             failed=dict.fromkeys(failed, "failed"),
@@ -145,7 +151,7 @@ class SimulatedRunner:
             return
         before = self._tokens_of(row)[: row.start]
         # A row runs in vain behind a step that failed.
-        if GARBAGE not in before:
+        if GARBAGE not in before and GARBAGE not in self._states[row.slot]:
             assert self._states[row.slot] == before, "a slot holds another state"
             assert self._state_keys[row.slot] == {self.key_of(row.seq_id)}, "of another cache key"
 
@@ -224,6 +230,19 @@ class SimulatedRunner:
             if accepted < len(proposals) and chosen[-1] != proposals[accepted]:
                 break
         return chosen
+
+    def _likeliest(self, row: ScheduledSequence, spec: SampleSpec) -> TokenLogprob | None:
+        """Return what a beam's row reports: the likeliest tokens after all tokens before."""
+        params = spec.params
+        if params.logprobs_mode != ADJUSTED_LOGPROBS or params.logprobs is None:
+            return None
+        assert PENDING_TOKEN not in row.token_ids, "a beam does not know its tokens"
+        logprobs = beam_logprobs(self._read(row), self.content_of(row))
+        allowed = params.allowed_token_ids or range(VOCAB_SIZE)
+        banned = () if params.allowed_token_ids else spec.banned_ids
+        best = sorted(set(allowed) - set(banned), key=lambda token: -logprobs[token])
+        top = tuple((token, float(logprobs[token])) for token in best[: params.logprobs])
+        return TokenLogprob(best[0], float(logprobs[best[0]]), top)
 
     def _with_drafts(self, row: ScheduledSequence) -> ScheduledSequence:
         """Return the row as a draft model completes it, which is right two times in three."""
@@ -323,6 +342,8 @@ class SimulatedRunner:
     def _read(self, row: ScheduledSequence) -> list[int]:
         tokens = self._tokens_of(row)[: row.start + len(row.token_ids)]
         # A row behind a failed step runs in vain, on whatever that left.
+        if self._has_state and GARBAGE in self._states[row.slot]:
+            return [GARBAGE] * len(tokens)
         if self._has_state and GARBAGE not in tokens:
             assert self._states[row.slot] == tokens, "a slot holds another sequence's state"
         return tokens
@@ -354,6 +375,53 @@ def choose(
     )
 
 
+def beam_logprobs(tokens: Sequence[int], content: str = PLAIN) -> np.ndarray:
+    """Return the log-probabilities of the next token, float64 ``[VOCAB_SIZE]``."""
+    seed = _hash([2, *_marked(content), *tokens])
+    logits = np.random.RandomState(seed).standard_normal(VOCAB_SIZE) * 2
+    return np.array(logits - np.log(np.exp(logits).sum()))
+
+
+def repeating(tokens: Sequence[int], size: int) -> set[int]:
+    """Return the tokens that would complete a run of ``size`` tokens that is there already."""
+    if not size:
+        return set()
+    last = tuple(tokens[len(tokens) - size + 1 :])
+    runs = (tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1))
+    return {run[-1] for run in runs if run[:-1] == last}
+
+
+def expected_beams(
+    request: GenerateRequest, max_tokens: int, content: str = PLAIN
+) -> list[tuple[tuple[int, ...], float]]:
+    """Return the hypotheses of a request that runs alone, with ``END_ID`` as the model's end."""
+    params = request.params
+    assert params.beams is not None
+    ends = frozenset(params.stop_token_ids) | ({END_ID} if not params.ignore_eos else set())
+
+    def logprobs_of(output: tuple[int, ...]) -> np.ndarray:
+        values = beam_logprobs((*request.prompt_ids, *output), content)
+        if params.forced_eos_id is not None and len(output) + 1 == max_tokens:
+            values[:] = -np.inf
+            values[params.forced_eos_id] = 0.0
+            return values
+        if len(output) < params.min_tokens:
+            values[list(ends)] = -np.inf
+        tokens = (*request.prompt_ids, *output)
+        values[list(repeating(tokens, params.no_repeat_ngram_size))] = -np.inf
+        return values
+
+    return reference_beams(
+        logprobs_of,
+        width=params.beams.width,
+        end_ids=ends,
+        max_tokens=max_tokens,
+        length_penalty=params.beams.length_penalty,
+        early_stopping=params.beams.early_stopping if params.beams.width > 1 else True,
+        num_counted=params.beams.num_counted,
+    )
+
+
 def score(tokens: Sequence[int], target: int, content: str = PLAIN) -> TokenLogprob:
     """Return the log-probability of ``target`` after ``tokens``."""
     return TokenLogprob(target, -float(_hash([*_marked(content), *tokens, target])))
@@ -374,6 +442,7 @@ def expected_outputs(
     tokens, outputs = list(request.prompt_ids), list[int]()
     while len(outputs) != params.max_tokens and len(tokens) < max_len:
         banned = ends if len(outputs) < params.min_tokens else frozenset[int]()
+        banned |= repeating(tokens, params.no_repeat_ngram_size)
         token = choose_token(tokens, seed + index, banned, copies=copies, content=content)
         tokens.append(token)
         outputs.append(token)

@@ -21,6 +21,7 @@ from tests.block_simulator import (
     END_ID,
     PLAIN,
     SimulatedRunner,
+    expected_beams,
     expected_outputs,
     expected_prompt_logprobs,
 )
@@ -178,7 +179,7 @@ class SchedulerHarness:
         """Queue a request; ``END_ID`` is the model's end."""
         ends = frozenset[int]() if request.params.ignore_eos else frozenset({END_ID})
         self.scheduler.add(request, seed=seed, end_ids=ends, weights=self.weights)
-        self._salts += [request.cache_salt] * request.params.n
+        self._salts += [request.cache_salt] * request.params.num_sequences
         outputs: dict[int, list[int]] = {index: [] for index in range(request.params.n)}
         self.tracked[request.request_id] = Tracked(request, seed, outputs)
 
@@ -189,9 +190,11 @@ class SchedulerHarness:
         del self.tracked[request_id]
 
     def finish(self, request_id: str, index: int) -> None:
-        """End one sample from outside."""
+        """End one sample from outside, or all beams of a request."""
         self.scheduler.finish(request_id, index)
-        self.tracked[request_id].ended.add(index)
+        tracked = self.tracked[request_id]
+        has_beams = tracked.request.params.beams is not None
+        tracked.ended |= tracked.outputs.keys() if has_beams else {index}
         self._forget_if_done(request_id)
 
     def schedule(self) -> ScheduledBatch | None:
@@ -325,7 +328,8 @@ class SchedulerHarness:
             self._check_prompt(tracked, update.prompt.prompt_logprobs if wanted else ())
         if update.token is not None:
             assert tracked.num_prompt_events == 1
-            tracked.outputs[update.index].append(update.token.token_id)
+            tokens = (*update.earlier, update.token)
+            tracked.outputs[update.index] += [token.token_id for token in tokens]
         if update.finish_reason is not None:
             self._check_output(tracked, update)
         if update.finish_reason is not None or update.error is not None:
@@ -340,6 +344,9 @@ class SchedulerHarness:
             assert list(entries) == expected_prompt_logprobs(tracked.request)
 
     def _check_output(self, tracked: Tracked, update: SequenceUpdate) -> None:
+        if tracked.request.params.beams is not None:
+            self._check_beam(tracked, update)
+            return
         expected = expected_outputs(
             tracked.request,
             update.index,
@@ -357,6 +364,31 @@ class SchedulerHarness:
             assert (update.finish_reason, update.stop_reason) == (FinishReason.STOP, last)
         else:
             assert (update.finish_reason, update.stop_reason) == (FinishReason.LENGTH, None)
+
+    def _check_beam(self, tracked: Tracked, update: SequenceUpdate) -> None:
+        request = tracked.request
+        longest = self.longest_beam(request) - len(request.prompt_ids)
+        max_tokens = longest if request.params.max_tokens is None else request.params.max_tokens
+        expected = expected_beams(request, max_tokens, tracked.content)
+        texts = [list(text) for text, _ in expected] + [[]] * request.params.n
+        actual = tracked.outputs[update.index]
+        assert actual == texts[update.index], "other beams than alone"
+        ends = frozenset(request.params.stop_token_ids)
+        if not request.params.ignore_eos:
+            ends |= {END_ID}
+        is_stopped = bool(actual) and actual[-1] in ends
+        assert update.finish_reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
+
+    def longest_beam(self, request: GenerateRequest) -> int:
+        """Return the most tokens of a beam that fit if all are so long and share the prompt."""
+        beams, length = request.params.beams, self.max_len
+        assert beams is not None
+        shared = len(request.prompt_ids) // self.block_size
+        while True:
+            own = -(-length // self.block_size) - shared
+            if shared + beams.width * own <= self.num_blocks:
+                return length
+            length -= 1
 
     def _forget_if_done(self, request_id: str) -> None:
         tracked = self.tracked[request_id]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from mlx_parallm.types.beams import BeamParams
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.types.model_input import InputKind, ModelInput, num_source_tokens, tokens_of
 from mlx_parallm.types.request import ALL_TOKENS, GenerateRequest
@@ -114,23 +115,27 @@ class StepRoom:
         num_blocks: KV blocks of the pool.
         block_size: tokens per block.
         token_budget: most tokens of a step.
+        num_slots: most sequences of a client that run side by side.
     """
 
     max_len: int
     num_blocks: int
     block_size: int
     token_budget: int
+    num_slots: int
 
 
 def fitted(request: GenerateRequest, room: StepRoom) -> GenerateRequest:
     """Return a request that can end: one that has all blocks never needs another.
 
-    Without a ``max_tokens``, that of a request with a source is what the source leaves of the pool.
+    Where the end counts, because of a source, beams or a forced last token, ``max_tokens`` becomes
+    what the pool and the context leave.
 
     Raises:
         ContextLengthError: the prompt and the output, beside the source, exceed the context or the
             pool.
-        InvalidRequestError: no step can hold the rows of an input that must not be cut.
+        InvalidRequestError: no step can hold the rows of an input that must not be cut, or all
+            beams.
     """
     for each in request.inputs:
         if each.span and not each.may_cut and len(each.span) > room.token_budget:
@@ -139,19 +144,37 @@ def fitted(request: GenerateRequest, room: StepRoom) -> GenerateRequest:
                 f"steps have {room.token_budget} tokens (--max-num-batched-tokens).",
                 param=each.kind.value,
             )
-    prompt_len, max_tokens = len(request.prompt_ids), request.params.max_tokens
-    needed = prompt_len + (1 if max_tokens is None else max_tokens)
+    params, prompt_len = request.params, len(request.prompt_ids)
+    if params.num_sequences > room.num_slots and params.beams is not None:
+        raise InvalidRequestError(
+            f"{params.beams.width} beams run side by side, and this server runs at most "
+            f"{room.num_slots} sequences of a client.",
+            param="beam_width",
+        )
+    needed = prompt_len + (1 if params.max_tokens is None else params.max_tokens)
     source_len = num_source_tokens(request.inputs)
-    left = (room.num_blocks - -(-source_len // room.block_size)) * room.block_size
+    num_blocks = room.num_blocks - -(-source_len // room.block_size)
+    left = num_blocks * room.block_size
     longest = min(room.max_len, left)
+    if params.beams is not None:
+        longest = min(longest, _longest_beam(prompt_len, params.beams, num_blocks, room.block_size))
     if needed > longest:
         detail = f"However, {needed} tokens were requested, prompt and completion together."
         if source_len:
             detail += f" The source has {source_len}, beside which the KV pool holds {left}."
+        if params.beams is not None:
+            detail += f" The KV pool holds {longest} for each of {params.beams.width} beams."
         raise ContextLengthError(room.max_len, detail, param="prompt" if source_len else "messages")
-    if not source_len or max_tokens is not None:
+    has_end = source_len or params.beams is not None or params.forced_eos_id is not None
+    if not has_end or params.max_tokens is not None:
         return request
-    return replace(request, params=replace(request.params, max_tokens=longest - prompt_len))
+    return replace(request, params=replace(params, max_tokens=longest - prompt_len))
+
+
+def _longest_beam(prompt_len: int, beams: BeamParams, num_blocks: int, block_size: int) -> int:
+    """Return the most tokens of each beam: the pool holds all of them, which share the prompt."""
+    shared = prompt_len // block_size
+    return (num_blocks + (beams.width - 1) * shared) // beams.width * block_size
 
 
 def check_room(num_prompts: int, n: int, max_waiting: int) -> None:

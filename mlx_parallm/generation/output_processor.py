@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mlx_parallm.generation.model import IncrementalDetokenizer, Tokenizer
 from mlx_parallm.generation.scheduler.updates import SequenceUpdate
@@ -152,7 +152,8 @@ class OutputProcessor:
         has_news = update.token is not None or update.finish_reason is not None
         if update.index not in request.open or not has_news:
             return
-        event = _token_event(update, request.sample(update.index), request.params)
+        make_event = _beam_event if update.earlier else _token_event
+        event = make_event(update, request.sample(update.index), request.params)
         step.events.append(event)
         if event.finish_reason is None:
             return
@@ -161,6 +162,19 @@ class OutputProcessor:
         request.close(update.index)
         if not request.open:
             self.remove(update.request_id)
+
+
+def _beam_event(update: SequenceUpdate, sample: _Sample, params: SamplingParams) -> TokenEvent:
+    """Return one event for several tokens; a beam has no stop strings."""
+    earlier = update.earlier
+    text = "".join(_advance(sample, params, each.token_id, is_last=False) for each in earlier)
+    event = _token_event(update, sample, params)
+    return replace(
+        event,
+        token_ids=(*(each.token_id for each in earlier), *event.token_ids),
+        text=text + event.text,
+        logprobs=(*(each.logprob for each in earlier if each.logprob), *event.logprobs),
+    )
 
 
 def _token_event(update: SequenceUpdate, sample: _Sample, params: SamplingParams) -> TokenEvent:

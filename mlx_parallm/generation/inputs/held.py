@@ -79,6 +79,10 @@ class Held(Protocol):
         """Let no later sequence find KV of sources, because a row of this sequence has failed."""
         ...
 
+    def fork(self) -> Held:
+        """Return what a sequence holds that continues this one behind all rows of inputs."""
+        ...
+
     def release(self) -> None:
         """Release all products: the sequence runs no more."""
         ...
@@ -214,6 +218,10 @@ class HeldInputs:
 
     def spoil(self) -> None:
         """See ``Held``: features that are no numbers show in every row, and fail it."""
+
+    def fork(self) -> HeldInputs:
+        """See ``Held``: no row needs a product any more."""
+        return HeldInputs(self.cache, self.inputs, self.scope)
 
     def release(self) -> None:
         """See ``Held``."""

@@ -8,6 +8,7 @@ from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.engine.turns import TARGET_SHARE
 from mlx_parallm.generation.inputs.runs import StageAllowance
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.beams.live import LiveBeams
 from mlx_parallm.generation.scheduler.restore import Restorer
 from mlx_parallm.generation.scheduler.running import ClientShares, RunningSet
 from mlx_parallm.generation.scheduler.sequence import Sequence
@@ -40,6 +41,7 @@ class Planner:
     """Moves sequences between waiting and running; counts what happened.
 
     Attributes:
+        beams: the requests with beams.
         starter: starts waiting sequences.
         num_preemptions: how often a sequence was sent back to wait.
         cost: what steps were measured to take; None if nothing depends on it.
@@ -75,12 +77,13 @@ class Planner:
         self._running = running
         self._speculator = speculator
         self._snapshotter = snapshotter
+        self.beams = LiveBeams(kv, running, has_state=snapshotter.has_state)
         self._shares = ClientShares(waiting, running)
         self._restorer = None
         if kv.tiers is not None:
             self._restorer = Restorer(kv, kv.tiers, running, snapshotter)
         self._max_model_len = max_model_len
-        self.starter = Starter(kv, waiting, running, self._restorer)
+        self.starter = Starter(kv, waiting, running, self._restorer, self.beams)
         self.num_preemptions = 0
 
     def plan(self) -> StepPlan:
@@ -131,8 +134,8 @@ class Planner:
         for victim in self._shares.overdrawn():
             if self._running.num_free_slots >= len(owed) and self._running.count_spare() >= needed:
                 return
-            self._send_back(victim, leaves_state=True)
-            self._waiting.put_back(victim)
+            if victim.slot is not None:
+                self._waiting.put_back(self._send_back(victim, leaves_state=True))
 
     def _plan_decode(self, plan: StepPlan) -> bool:
         """Add decode rows and their proposals.
@@ -140,16 +143,14 @@ class Planner:
         Returns:
             Whether nothing at all should run before the step in flight has ended.
         """
-        decoding = [
-            sequence
-            for sequence in self._running
-            if sequence.is_decoding and self._may_run(sequence)
-        ]
+        decoding = self._decoding()
         num_verifying = 0
         if self._speculator is not None:
             num_verifying = sum(sequence.num_proposed > 0 for sequence in self._running)
             if self._speculator.await_tokens(decoding, num_verifying, plan):
                 return True
+        if self._fork_beams(plan):
+            decoding = self._decoding()
         # Each row is sure of one token; tokens that run again share what that leaves.
         spare = plan.budget_left - len(decoding)
         for sequence in decoding:
@@ -165,8 +166,28 @@ class Planner:
             )
         return False
 
+    def _decoding(self) -> list[Sequence]:
+        """Return the sequences that could run one token."""
+        return [each for each in self._running if each.is_decoding and self._may_run(each)]
+
+    def _fork_beams(self, plan: StepPlan) -> bool:
+        """Give beams the blocks that they continue; return True if any were to be given some."""
+        due = self.beams.due()
+        for beams in due:
+            # Another request's beams may have preempted these.
+            if beams.is_due:
+                self.beams.release(beams)
+                if self._free_blocks(len(beams.forks), beams.leader, plan):
+                    self.beams.fork(beams, plan)
+        return bool(due)
+
     def _may_run(self, sequence: Sequence) -> bool:
-        """Return True if the step in flight cannot end the sequence or change its next position."""
+        """Return True if the step in flight cannot end the sequence or change its next position.
+
+        False too if its row needs to know the token that the step chooses.
+        """
+        if sequence.num_pending and sequence.group.awaits_tokens:
+            return False
         return not sequence.num_proposed and not sequence.is_ending(self._max_model_len)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
@@ -178,27 +199,47 @@ class Planner:
         if sequence.slot is None:
             return False
         while not self._kv.grow(sequence.blocks, sequence.num_computed + num_tokens):
-            victim = self._running.worst
-            plan.drop(victim)
-            self._preempt(victim, leaves_state=True)
-            if victim is sequence:
+            if sequence in self._preempt_worst(plan):
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence, *, leaves_state: bool = False) -> None:
-        self._send_back(sequence, leaves_state=leaves_state)
-        self._waiting.push_front(sequence)
+    def _free_blocks(self, count: int, sequence: Sequence, plan: StepPlan) -> bool:
+        """Have blocks free for a running sequence; see ``_make_room``."""
+        while self._kv.num_free < count:
+            if sequence in self._preempt_worst(plan):
+                return False
+        return True
 
-    def _send_back(self, sequence: Sequence, *, leaves_state: bool) -> None:
+    def _preempt_worst(self, plan: StepPlan) -> list[Sequence]:
+        """Preempt the worst running sequence and its mates, and return them."""
+        victim = self._running.worst
+        victims = self.beams.mates(victim)
+        for sequence in victims:
+            plan.drop(sequence)
+        self._preempt(victim, leaves_state=True)
+        return victims
+
+    def _preempt(self, sequence: Sequence, *, leaves_state: bool = False) -> None:
+        """Let a running sequence wait, with the other beams of its request."""
+        self._waiting.push_front(self._send_back(sequence, leaves_state=leaves_state))
+
+    def _send_back(self, sequence: Sequence, *, leaves_state: bool) -> Sequence:
+        """Stop a running sequence and its mates; return the one that is to wait."""
+        beams = self.beams.of(sequence)
+        if beams is not None:
+            self.num_preemptions += len(beams.running)
+            return self.beams.stop(beams)
         tail = self._snapshotter.leave(sequence) if leaves_state else None
         self._running.stop(sequence)
         sequence.tail = tail
         self.num_preemptions += 1
+        return sequence
 
     def preempt_all(self) -> None:
         """Preempt every running sequence, whose state may be wrong."""
         for sequence in reversed(list(self._running)):
-            self._preempt(sequence)
+            if sequence.slot is not None:
+                self._preempt(sequence)
 
     def refresh_weights(self) -> None:
         """Let running sequences continue with their changed weights.
@@ -223,7 +264,10 @@ class Planner:
             and self._running.take_adapter(sequence)
         }
         for sequence in reversed(changed):
-            if sequence in staying:
+            if sequence.slot is None:
+                # It was preempted with another beam.
+                continue
+            if staying.issuperset(self.beams.mates(sequence)):
                 self._kv.withhold(sequence.blocks)
                 sequence.content = sequence.group.weights.content
             else:
@@ -375,10 +419,19 @@ class Planner:
                     continue
                 return
             self._fill(plan)
-            self._add_chunk(sequence, chunk, plan)
+            for beam in self._begin_beams(sequence, plan):
+                self._add_chunk(beam, chunk, plan)
             if sequence.num_remaining == 1 and not sequence.arrived:
                 # All but the last prompt token was cached.
                 self._fork_followers(sequence, plan)
+
+    def _begin_beams(self, sequence: Sequence, plan: StepPlan) -> list[Sequence]:
+        """Return what can run of a sequence that has started: itself, and beams forked of it."""
+        beams = self.beams.of(sequence)
+        if beams is None or not beams.is_due:
+            return [sequence]
+        self.beams.fork(beams, plan)
+        return beams.live
 
     def _may_start(self, sequence: Sequence) -> bool:
         """Return True if a slot and its adapter are free and no step in flight samples for it."""

@@ -46,7 +46,7 @@ class LiveRequests:
     @property
     def num_waiting(self) -> int:
         """Return how many live sequences do not run, future forks of a leader included."""
-        return len(self.by_id) - len(self._running)
+        return len(self.by_id) - self._running.num_taken
 
     def add(
         self, request: GenerateRequest, end_ids: frozenset[int], weights: PolicyWeights, seed: int
@@ -57,17 +57,18 @@ class LiveRequests:
             OverloadedError: too many sequences wait.
             InvalidRequestError: the request's id is in use.
         """
-        self.check_room(request.client, request.params.n)
+        num_sequences = request.params.num_sequences
+        self.check_room(request.client, num_sequences)
         if request.request_id in self.groups:
             raise InvalidRequestError("The request id is in use.", param="request_id")
         group = RequestGroup(request, end_ids, next(self._arrivals), weights)
         prompt_ids = list(request.prompt_ids)
-        for index in range(request.params.n):
+        for index in range(num_sequences):
             sequence = Sequence(next(self._seq_ids), group, index, seed + index, prompt_ids)
             group.sequences[index] = sequence
             self.by_id[sequence.seq_id] = sequence
         self.groups[request.request_id] = group
-        self._per_client[request.client] += request.params.n
+        self._per_client[request.client] += num_sequences
         return group
 
     def forget(self, sequence: Sequence) -> None:
@@ -136,6 +137,8 @@ class RunningSet:
         self._sequences: list[Sequence] = []
         self._free_slots = list(range(config.max_num_seqs))
         self._per_client: Counter[str] = Counter()
+        # Slots that are kept free for further beams of the requests that run.
+        self._kept_slots: dict[RequestGroup, int] = {}
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -156,7 +159,19 @@ class RunningSet:
     @property
     def num_free_slots(self) -> int:
         """Return how many more sequences may run."""
-        return len(self._free_slots)
+        return len(self._free_slots) - sum(self._kept_slots.values())
+
+    @property
+    def num_taken(self) -> int:
+        """Return how many slots are held, or kept free for beams."""
+        return self.num_slots - self.num_free_slots
+
+    def num_needed(self, sequence: Sequence) -> int:
+        """Return how many free slots a sequence needs to start: one for each beam."""
+        beams = sequence.request.params.beams
+        if beams is None:
+            return 1
+        return 0 if sequence.group in self._kept_slots else beams.width
 
     @property
     def clients(self) -> Collection[str]:
@@ -176,9 +191,11 @@ class RunningSet:
         return self._per_client.get(client, 0)
 
     def allows_client(self, sequence: Sequence) -> bool:
-        """Return True if the sequence's client may run one more."""
+        """Return True if the sequence's client may run one more, or all beams of one."""
         limit = self._config.max_num_seqs_per_client
-        return limit is None or self._per_client[sequence.request.client] < limit
+        if limit is None:
+            return True
+        return self._per_client[sequence.request.client] + self.num_needed(sequence) <= limit
 
     def may_start(self, sequence: Sequence) -> bool:
         """Return True if its client may run one more and its adapter has or can get a slot."""
@@ -252,6 +269,7 @@ class RunningSet:
 
         It must hold its source already.
         """
+        self._take_slots(sequence)
         sequence.table = table
         sequence.num_computed = sequence.num_kept = num_computed
         sequence.tail = None
@@ -263,7 +281,6 @@ class RunningSet:
         has_adapter = self.take_adapter(sequence)
         assert has_adapter, "a sequence was started that may not"
         insort(self._sequences, sequence, key=lambda sequence: sequence.order)
-        self._per_client[sequence.request.client] += 1
         # It waits for nothing more that it needed to start.
         sequence.arrivals.clear()
         group = sequence.group
@@ -272,16 +289,34 @@ class RunningSet:
         if sequence.held is not None:
             sequence.arrivals.append(sequence.held)
 
+    def _take_slots(self, sequence: Sequence) -> None:
+        """Count the slots that a sequence takes: the first beam takes those of all."""
+        count = self.num_needed(sequence)
+        self._per_client[sequence.request.client] += count
+        if sequence.request.params.beams is not None:
+            kept = self._kept_slots.get(sequence.group, count)
+            self._kept_slots[sequence.group] = kept - 1
+
+    def _give_slots(self, sequence: Sequence) -> None:
+        """Count the slots that a sequence gives back: the last beam gives back those of all."""
+        count, beams, group = 1, sequence.request.params.beams, sequence.group
+        if beams is not None:
+            self._kept_slots[group] += 1
+            if self._kept_slots[group] < beams.width:
+                return
+            count = self._kept_slots.pop(group)
+        client = sequence.request.client
+        self._per_client[client] -= count
+        if not self._per_client[client]:
+            del self._per_client[client]
+
     def stop(self, sequence: Sequence) -> None:
         """Stop a sequence: free its slot and blocks; full blocks stay in the prefix cache."""
         assert sequence.slot is not None, "only a running sequence can stop"
         self._kv.free(sequence.blocks)
         heapq.heappush(self._free_slots, sequence.slot)
         self._sequences.remove(sequence)
-        client = sequence.request.client
-        self._per_client[client] -= 1
-        if not self._per_client[client]:
-            del self._per_client[client]
+        self._give_slots(sequence)
         sequence.table, sequence.slot, sequence.num_computed = None, None, 0
         sequence.restored_from, sequence.replay_end = None, 0
         if sequence.held is not None:
@@ -335,6 +370,12 @@ class RunningSet:
         )
         self.adapters.check_integrity(adapters)
         clients = Counter(sequence.request.client for sequence in self._sequences)
+        for group, num_kept in self._kept_slots.items():
+            beams = group.request.params.beams
+            running = [each for each in self._sequences if each.group is group]
+            assert beams is not None, "slots are kept for samples"
+            assert 0 < len(running) == beams.width - num_kept, "slots of beams are lost"
+            clients[group.request.client] += num_kept
         assert clients == self._per_client
         held = [sequence.held for sequence in self._sequences if sequence.held is not None]
         num_held = sum(each.num_held for each in held)
@@ -381,11 +422,18 @@ class ClientShares:
         return is_usual and self._running.count_of(sequence.request.client) < self._share
 
     def overdrawn(self) -> list[Sequence]:
-        """Return running sequences beyond their clients' shares, the worst first."""
+        """Return running sequences beyond their clients' shares, the worst first.
+
+        Beams run together or not at all, so their first one decides.
+        """
         counted = Counter[str]()
+        firsts: dict[RequestGroup, int] = {}
         beyond: list[Sequence] = []
         for sequence in self._running:
             counted[sequence.request.client] += 1
-            if counted[sequence.request.client] > self._share:
+            number = counted[sequence.request.client]
+            if sequence.request.params.beams is not None:
+                number = firsts.setdefault(sequence.group, number)
+            if number > self._share:
                 beyond.append(sequence)
         return beyond[::-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -11,9 +12,10 @@ from mlx_parallm.config import STATE_SNAPSHOT_TOKENS, SchedulerConfig, Speculati
 from mlx_parallm.engine.adapter_slots import AdapterSlots
 from mlx_parallm.generation.admission import StepRoom, fitted
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.endings import Endings
 from mlx_parallm.generation.scheduler.planner import Planner
 from mlx_parallm.generation.scheduler.running import LiveRequests, RunningSet
-from mlx_parallm.generation.scheduler.sequence import RequestGroup, RowInFlight, Sequence
+from mlx_parallm.generation.scheduler.sequence import RowInFlight, Sequence
 from mlx_parallm.generation.scheduler.snapshotting import Snapshotter
 from mlx_parallm.generation.scheduler.speculating import KeptSlots, Speculator, take_copies
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
@@ -84,14 +86,16 @@ class Scheduler:
             num_blocks=kv.num_blocks,
             block_size=kv.block_size,
             token_budget=self._planner.token_budget,
+            num_slots=min(config.max_num_seqs, config.max_num_seqs_per_client or sys.maxsize),
         )
         self._constant = PolicyWeights()
         # Rows by step in flight and seq_id; a sample may end before its step.
         self._in_flight: dict[int, dict[int, RowInFlight]] = {}
         self._steps = count()
         self._started: list[str] = []
-        # Ended sequences with a grammar that no batch has listed yet.
-        self._ended: list[int] = []
+        self._endings = Endings(
+            self._waiting, self._running, self._live, self._planner.beams, self._snapshotter
+        )
 
     def add(
         self,
@@ -118,7 +122,9 @@ class Scheduler:
         group = self._live.add(request, end_ids, weights or self._constant, seed)
         first, *others = group.sequences.values()
         self._waiting.append(first)
-        if group.wants_fork:
+        if group.request.params.beams is not None:
+            self._planner.beams.add(group)
+        elif group.wants_fork:
             first.followers = others
         else:
             for sequence in others:
@@ -129,23 +135,14 @@ class Scheduler:
         group = self._live.groups.get(request_id)
         if group is None:
             return False
-        sequences = list(group.sequences.values())
-        # Followers are in no queue. Handing the lead from one to the next, as _end does, would
-        # take n² steps.
-        followers = {follower for sequence in sequences for follower in sequence.followers}
-        for sequence in sequences:
-            if sequence.slot is not None:
-                self._running.stop(sequence)
-            elif sequence not in followers:
-                self._waiting.remove(sequence)
-            self._forget(sequence)
+        self._endings.end_request(group)
         return True
 
     def finish(self, request_id: str, index: int) -> None:
         """End one sample for a reason outside of the scheduler; unknown samples are ignored."""
         group = self._live.groups.get(request_id)
         if group is not None and index in group.sequences:
-            self._end(group.sequences[index])
+            self._endings.end(group.sequences[index])
 
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
         """Learn from the time that a step took.
@@ -283,10 +280,9 @@ class Scheduler:
         speculates = self._speculator is not None and bool(plan.num_tokens)
         taken_back = take_copies(self._running) if speculates else {}
         self._snapshotter.note(plan, step_id)
-        ended, self._ended = tuple(self._ended), []
         self._in_flight[step_id] = {
             sequence.seq_id: RowInFlight(sequence.group, sequence.blocks, sequence.content)
-            for sequence in (*plan.num_tokens, *plan.filling, *taken_back)
+            for sequence in (*plan.num_tokens, *plan.filling, *taken_back, *plan.block_copies)
         }
         return ScheduledBatch(
             step_id=step_id,
@@ -299,7 +295,7 @@ class Scheduler:
                 *plan.state_copies.values(),
             ),
             num_captures=len(captures),
-            ended=ended,
+            ended=self._endings.take_constrained(),
             adapters={
                 sequence.adapter_slot: sequence.adapter
                 for sequence, _ in rows
@@ -340,7 +336,7 @@ class Scheduler:
                     continue
                 if sequence is not None and sequence.held is not None:
                     sequence.held.spoil()
-                updates += self._fail_group(begun.group, output.failed[row.seq_id])
+                updates += self._endings.fail(begun.group, output.failed[row.seq_id])
                 continue
             if row.target_ids:
                 # Keep these even if the sample has ended: others may have forked from it.
@@ -348,7 +344,7 @@ class Scheduler:
                 begun.group.add_prompt_logprobs(at, entries, begun.content)
             if sequence is not None:
                 updates += self._advance(sequence, row, begun, tokens.get(row.seq_id, []))
-        return updates + [each for group in bad for each in self._fail_group(group, BAD_STATE)]
+        return updates + [each for group in bad for each in self._endings.fail(group, BAD_STATE)]
 
     def fail(self, batch: ScheduledBatch, message: str) -> list[SequenceUpdate]:
         """End every request of a step that raised; its blocks do not enter the prefix cache.
@@ -365,7 +361,7 @@ class Scheduler:
             for sequence in self._running
             if sequence.held is not None and sequence.held.has_any(slots)
         ]
-        updates = [update for group in groups for update in self._fail_group(group, message)]
+        updates = [update for group in groups for update in self._endings.fail(group, message)]
         self._running.input_runs.forget(batch.moves)
         self._running.end_moves(batch.step_id, has_failed=True)
         if self._kv.tiers is not None:
@@ -406,7 +402,9 @@ class Scheduler:
         if row.sample is None:
             updates = [self._update(sequence, row, None, FinishReason.LENGTH)]
         elif not tokens:
-            return self._fail_group(sequence.group, "The step gave no token.")
+            return self._endings.fail(sequence.group, "The step gave no token.")
+        elif sequence.request.params.beams is not None:
+            updates = self._report_beam(sequence, row, begun, tokens[0])
         else:
             updates = self._take_tokens(sequence, row, tokens)
             num_accepted = len(updates) - 1
@@ -416,9 +414,19 @@ class Scheduler:
                 self._speculator.take_back(sequence, row, num_accepted)
             if num_accepted:
                 self._commit(sequence, begun, min(end + num_accepted, sequence.num_computed))
-        if updates[-1].finish_reason is not None:
-            self._end(sequence)
+        if updates and updates[-1].finish_reason is not None:
+            self._endings.end(sequence)
         return updates
+
+    def _report_beam(
+        self, sequence: Sequence, row: ScheduledSequence, begun: RowInFlight, token: SampledToken
+    ) -> list[SequenceUpdate]:
+        """Report the candidates of a beam, unless it was preempted and will compute them anew."""
+        sequence.settle(0)
+        beams = self._planner.beams.of(sequence)
+        if beams is None or sequence.table is not begun.table or token.logprob is None:
+            return []
+        return beams.report(sequence, token.logprob, row.version)
 
     def _take_tokens(
         self, sequence: Sequence, row: ScheduledSequence, tokens: list[SampledToken]
@@ -456,38 +464,6 @@ class Scheduler:
             prompt=None if sequence.group.is_reported else sequence.group.take_prompt_event(),
             version=row.version,
         )
-
-    def _fail_group(self, group: RequestGroup, message: str) -> list[SequenceUpdate]:
-        """End every remaining sample of a request."""
-        self._snapshotter.fail_group(group)
-        updates = [
-            SequenceUpdate(request_id=group.request.request_id, index=index, error=message)
-            for index in group.sequences
-        ]
-        for sequence in list(group.sequences.values()):
-            self._end(sequence)
-        return updates
-
-    def _end(self, sequence: Sequence) -> None:
-        """Remove a sample from running or waiting; its first follower becomes the leader."""
-        successor = None
-        if sequence.followers:
-            successor, *successor.followers = sequence.followers
-        if sequence.slot is not None:
-            self._running.stop(sequence)
-            if successor is not None:
-                self._waiting.push_front(successor)
-        elif not self._waiting.remove(sequence, successor):
-            leader = next(s for s in sequence.group.sequences.values() if sequence in s.followers)
-            leader.followers.remove(sequence)
-        self._forget(sequence)
-
-    def _forget(self, sequence: Sequence) -> None:
-        """Drop the records of a sample that neither runs nor waits."""
-        self._running.end_fetch(sequence)
-        self._live.forget(sequence)
-        if sequence.request.params.grammar is not None:
-            self._ended.append(sequence.seq_id)
 
 
 def _scheduled(rows: Iterable[tuple[Sequence, int]], plan: StepPlan) -> Iterator[ScheduledSequence]:

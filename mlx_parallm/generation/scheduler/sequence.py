@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from mlx_parallm.engine.adapter_slots import NO_ADAPTER
@@ -13,12 +13,13 @@ from mlx_parallm.generation.inputs.prompt_inputs import PromptInputs
 from mlx_parallm.generation.kv_cache.blocks import BlockTable, Tail
 from mlx_parallm.generation.kv_cache.fetches import ChainFetch
 from mlx_parallm.generation.kv_cache.tiers import ArrivedBlock
+from mlx_parallm.generation.scheduler.beam_search import candidate_params
 from mlx_parallm.generation.scheduler.source_reads import SourceKey, SourceRead
-from mlx_parallm.generation.scheduler.thinking import ThinkingTracker
+from mlx_parallm.generation.scheduler.token_rules import TokenRules
 from mlx_parallm.generation.speculation import Speculation
 from mlx_parallm.types.events import FinishReason, PromptEvent
 from mlx_parallm.types.model_input import ModelInput
-from mlx_parallm.types.request import GenerateRequest, PolicyWeights
+from mlx_parallm.types.request import GenerateRequest, PolicyWeights, SamplingParams
 from mlx_parallm.types.step import (
     PENDING_TOKEN,
     DraftInput,
@@ -47,6 +48,9 @@ class RequestGroup:
         is_reported: whether its PromptEvent was sent.
         inputs: its inputs besides tokens.
         known_ids: the prompt's tokens, without rows of inputs.
+        row_params: what its rows are sampled with: those of beams report candidates.
+        awaits_tokens: True if a row needs to know the tokens before it, and so waits for the step
+            in flight.
     """
 
     request: GenerateRequest
@@ -61,9 +65,15 @@ class RequestGroup:
     is_reported: bool = False
     inputs: PromptInputs = field(init=False)
     known_ids: tuple[int, ...] = field(init=False)
+    row_params: SamplingParams = field(init=False)
+    awaits_tokens: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self._forget_prompt()
+        self.row_params = params = self.request.params
+        self.awaits_tokens = params.beams is not None or params.no_repeat_ngram_size > 0
+        if params.beams is not None:
+            self.row_params = candidate_params(params, params.beams, len(self.stop_ids))
         self.inputs = inputs = PromptInputs(self.request.inputs)
         self.known_ids = self.request.prompt_ids
         if inputs:
@@ -96,6 +106,11 @@ class RequestGroup:
     def adapter(self) -> str | None:
         """Return the content of the adapter that it needs now; None for none."""
         return None if self.weights.adapter is None else self.weights.adapter.content
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Return all tokens that end a sample."""
+        return self.end_ids.union(self.request.params.stop_token_ids)
 
     @property
     def source(self) -> ModelInput | None:
@@ -216,10 +231,12 @@ class Sequence:
         adapter_slot: that slot; 0 for none.
         place: in its client's line while it waits; a smaller one goes first.
         blocked_at: free blocks that were too few to start it; not tried again with fewer.
-        thinking: what limits its reasoning; None without a budget.
+        rules: for the token after those that are known.
         order: better sequences have a smaller one: by priority, then arrival, then sample.
         followers: samples that will fork from this one once all but the last prompt token is
             computed; empty for all but the first of several.
+        fork_at: the number of computed tokens at which it waits for other beams to fork; 0 if none
+            do.
     """
 
     seq_id: int
@@ -250,13 +267,14 @@ class Sequence:
     adapter_slot: int = NO_ADAPTER
     place: int = 0
     blocked_at: int = 0
-    thinking: ThinkingTracker | None = field(init=False)
+    rules: TokenRules = field(init=False)
     order: tuple[int, int, int] = field(init=False)
     followers: list[Sequence] = field(default_factory=list["Sequence"])
+    fork_at: int = 0
 
     def __post_init__(self) -> None:
-        budget = self.request.params.thinking_budget
-        self.thinking = None if budget is None else ThinkingTracker(budget)
+        group = self.group
+        self.rules = TokenRules(group.row_params, group.end_ids, group.known_ids)
         self.order = (self.request.priority, self.group.arrival, self.index)
 
     @property
@@ -314,6 +332,8 @@ class Sequence:
     @property
     def num_schedulable(self) -> int:
         """Return the most tokens of one chunk: a leader stops where its followers fork."""
+        if self.fork_at:
+            return self.fork_at - self.num_computed
         return self.num_remaining - (1 if self.followers and self.num_remaining > 1 else 0)
 
     def schedule(
@@ -399,13 +419,7 @@ class Sequence:
 
     def add_token(self, token: SampledToken, max_model_len: int) -> FinishReason | None:
         """Append a token; return why it ended the sample, None if it did not."""
-        if not self.output_ids:
-            # Until now the list was the prompt, which all samples of the request share.
-            self.token_ids = self.token_ids.copy()
-        self.token_ids.append(token.token_id)
-        self.output_ids.append(token.token_id)
-        if self.thinking is not None:
-            self.thinking.take([token.token_id])
+        self.append_token(token.token_id)
         params = self.request.params
         if token.token_id in self.group.end_ids or token.token_id in params.stop_token_ids:
             return FinishReason.STOP
@@ -413,6 +427,32 @@ class Sequence:
         if is_full or len(self.output_ids) == params.max_tokens:
             return FinishReason.LENGTH
         return None
+
+    def append_token(self, token_id: int) -> None:
+        """Append a token that has become known."""
+        if not self.output_ids:
+            # Until now the list was the prompt, which all samples of the request share.
+            self.token_ids = self.token_ids.copy()
+        self.token_ids.append(token_id)
+        self.output_ids.append(token_id)
+        self.rules.take(token_id)
+
+    def copy_tokens(self, other: Sequence) -> None:
+        """Have the tokens of another sequence of the request."""
+        self.token_ids, self.output_ids = other.token_ids.copy(), other.output_ids.copy()
+        self.rules = other.rules.copy()
+
+    def fork_from(self, parent: Sequence, table: BlockTable) -> None:
+        """Go on with a fork of another running sequence's blocks, in a slot that it has."""
+        self.table = table
+        self.num_computed, self.num_kept = parent.num_computed, parent.num_kept
+        self.num_drafted = min(parent.num_drafted, parent.num_computed)
+        self.is_caught_up = parent.is_caught_up
+
+    @property
+    def is_end_forced(self) -> bool:
+        """Return True if the next token is the last one there may be, and is forced."""
+        return self.rules.forces_end(len(self.output_ids))
 
     def stop_reason(self, token: SampledToken | None, reason: FinishReason | None) -> int | None:
         """Return the caller's stop token that ended the sample; None for the model's own end."""
@@ -422,19 +462,8 @@ class Sequence:
 
     def _sample_spec(self, end: int, proposals: tuple[int, ...] = ()) -> SampleSpec:
         """Return the sampler's input for the token after the first ``end`` tokens and proposals."""
-        params = self.request.params
-        banned: tuple[int, ...] = ()
-        if len(self.output_ids) + self.num_pending + len(proposals) < params.min_tokens:
-            banned = tuple(sorted(self.group.end_ids | set(params.stop_token_ids)))
-        elif params.ignore_eos:
-            # Such a sample ends by itself only where its grammar is complete.
-            banned = tuple(sorted(self.group.end_ids))
-        if self.thinking is not None:
-            rule = self.thinking.rule(has_pending=self.num_pending > 0)
-            banned += rule.banned
-            if rule.forced is not None:
-                # A grammar applies after the reasoning, so it does not constrain this token.
-                params = replace(params, allowed_token_ids=(rule.forced,), grammar=None)
+        num_before = len(self.output_ids) + self.num_pending + len(proposals)
+        params, banned = self.rules.next(num_before, has_pending=self.num_pending > 0)
         output_ids = self.output_ids
         if proposals and params.has_penalty:
             output_ids = [*output_ids, *proposals]

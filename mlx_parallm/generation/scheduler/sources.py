@@ -359,6 +359,11 @@ class HeldSource:
         """See ``Held``."""
         self.cache.spoil(self.product)
 
+    def fork(self) -> HeldSource:
+        """See ``Held``: both use the same blocks, whatever the weights are now."""
+        self.product.num_users += 1
+        return HeldSource(self.cache, self.product)
+
     def release(self) -> None:
         """See ``Held``."""
         self.cache.release(self.product)

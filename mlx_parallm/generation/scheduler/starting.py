@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.beams.live import LiveBeams
 from mlx_parallm.generation.scheduler.restore import Restorer
 from mlx_parallm.generation.scheduler.running import RunningSet
 from mlx_parallm.generation.scheduler.sequence import Sequence
@@ -24,6 +25,7 @@ class Starter:
         waiting: WaitingQueue,
         running: RunningSet,
         restorer: Restorer | None,
+        beams: LiveBeams,
     ) -> None:
         """``restorer``: reads prefixes from stores; None if there are none."""
         self.prefix_queries = 0
@@ -32,6 +34,7 @@ class Starter:
         self._waiting = waiting
         self._running = running
         self._restorer = restorer
+        self._beams = beams
 
     def try_start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence a slot and its cached prefix, if its whole prompt has room.
@@ -42,10 +45,15 @@ class Starter:
         available = self._running.count_spare()
         if available <= sequence.blocked_at:
             return False
+        if self._running.num_free_slots < self._running.num_needed(sequence):
+            return False
         sequence.group.refresh_weights()
         reusable = sequence.group.num_reusable
         use_cache = reusable > 0
         known = sequence.token_ids
+        if sequence.fork_at:
+            # A state that is found is the sequence's only once a row of it has run.
+            reusable = min(reusable, sequence.fork_at - self._beams.has_state)
         if use_cache and reusable < len(known):
             known = known[: reusable + 1]
         is_cached = sequence.group.weights.is_cached
@@ -82,6 +90,7 @@ class Starter:
     def _has_room(self, sequence: Sequence, table: BlockTable) -> bool:
         """Return True if a sequence, with its source if it has one, can start with a table."""
         missing = self._kv.blocks_for(len(sequence.token_ids)) - len(table.blocks)
+        missing += self._beams.count_fork_blocks(sequence)
         if not self._running.hold_source(sequence, self._running.count_spare() - missing):
             return False
         return missing <= self._running.count_spare()

@@ -19,6 +19,7 @@ class SequenceUpdate:
         request_id: the request.
         index: which of its ``n`` samples.
         token: the token chosen in this step, if any.
+        earlier: tokens before it that come with it, as those of a beam do at the end.
         finish_reason: set when the sample ended.
         stop_reason: the stop token id that ended it; None for the model's own end-of-sequence.
         prompt: set once per request, when its prompt has been computed.
@@ -29,6 +30,7 @@ class SequenceUpdate:
     request_id: str
     index: int
     token: SampledToken | None = None
+    earlier: tuple[SampledToken, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     prompt: PromptEvent | None = None

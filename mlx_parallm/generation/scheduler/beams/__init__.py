@@ -1,1 +1,1 @@
-"""Beam search: which hypotheses go on, and the blocks and slots that they need."""
+"""The sequences of a beam search, and the blocks and slots that they need."""

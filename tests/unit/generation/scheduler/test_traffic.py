@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from random import Random
 
 import hypothesis.strategies as st
@@ -10,6 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
+from mlx_parallm.types.beams import BeamParams
+from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from tests.dict_store import DictStore
 from tests.scheduler_harness import SchedulerHarness, evict
@@ -31,6 +35,25 @@ sampling = st.builds(
     prompt_logprobs=st.sampled_from([None, None, 1]),
     prompt_logprobs_start=st.sampled_from([0, 0, 1, 5, 9, 99]),
     speculative=st.sampled_from([True, True, False]),
+    no_repeat_ngram_size=st.sampled_from([0, 0, 0, 2]),
+)
+beams = st.builds(
+    BeamParams,
+    width=st.sampled_from([1, 2, 3]),
+    length_penalty=st.sampled_from([-1.0, 1.0]),
+    early_stopping=st.sampled_from([True, False, "never"]),
+)
+beam_sampling = st.builds(
+    SamplingParams,
+    temperature=st.just(0.0),
+    beams=beams,
+    max_tokens=st.sampled_from([None, 1, 3, 8]),
+    min_tokens=st.sampled_from([0, 0, 1]),
+    stop_token_ids=st.sampled_from([(), (3, 4, 5)]),
+    ignore_eos=st.booleans(),
+    prompt_logprobs=st.sampled_from([None, None, 1]),
+    no_repeat_ngram_size=st.sampled_from([0, 0, 2]),
+    forced_eos_id=st.sampled_from([None, None, 0]),
 )
 SPECULATIVE = tuple(
     SpeculativeConfig(
@@ -136,6 +159,35 @@ class Traffic(RuleBasedStateMachine):
         )
         self.num_requests += 1
         self.harness.add(request, seed=self.num_requests % 3)
+
+    @rule(
+        params=beam_sampling,
+        text=st.sampled_from(TEXTS),
+        length=st.integers(1, 30),
+        priority=st.integers(-1, 1),
+        client=st.sampled_from(["a", "b"]),
+    )
+    def add_beams(
+        self,
+        params: SamplingParams,
+        text: tuple[int, ...],
+        length: int,
+        priority: int,
+        client: str,
+    ) -> None:
+        assert params.beams is not None
+        request = GenerateRequest(
+            request_id=str(self.num_requests),
+            model="m",
+            prompt_ids=text[:length],
+            params=replace(params, n=params.beams.width),
+            priority=priority,
+            client=client,
+        )
+        self.num_requests += 1
+        # Some have no room here even alone.
+        with suppress(ContextLengthError, InvalidRequestError):
+            self.harness.add(request)
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:

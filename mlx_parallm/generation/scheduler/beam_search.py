@@ -7,11 +7,34 @@ go to the better beam, then to the likelier token; there they go either way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_parallm.types.beams import NEVER, BeamParams
-from mlx_parallm.types.request import DEFAULT_VERSION
+from mlx_parallm.types.request import (
+    ADJUSTED_LOGPROBS,
+    ALL_TOKENS,
+    DEFAULT_VERSION,
+    PROCESSED_LOGPROBS,
+    SamplingParams,
+)
 from mlx_parallm.types.step import TokenLogprob
+
+
+def count_candidates(params: BeamParams, num_ends: int) -> int:
+    """Return how many of the likeliest tokens each beam must report.
+
+    At most as many as the width go on, and before these come at most all ``num_ends`` end tokens.
+    """
+    return params.width + num_ends
+
+
+def candidate_params(params: SamplingParams, beams: BeamParams, num_ends: int) -> SamplingParams:
+    """Return parameters of rows that report what a search needs, and what the caller wants."""
+    count = ALL_TOKENS
+    if params.logprobs != ALL_TOKENS:
+        count = max(count_candidates(beams, num_ends), params.logprobs or 0)
+    mode = PROCESSED_LOGPROBS if beams.renormalizes else ADJUSTED_LOGPROBS
+    return replace(params, beams=None, n=1, logprobs=count, logprobs_mode=mode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +108,12 @@ class BeamSearch:
         self.beams = [Beam()]
         self.is_done = False
 
-    @property
-    def num_candidates(self) -> int:
-        """Return how many of the likeliest tokens each beam must report.
-
-        At most as many as the width go on, and before these come at most all end tokens.
-        """
-        return self._params.width + len(self._end_ids)
-
     def advance(self, rows: Sequence[Sequence[BeamToken]]) -> list[int]:
         """Take the likeliest tokens of every live beam; return the parent of each new live beam.
 
         Args:
-            rows: for each live beam, ``num_candidates`` tokens, best first; fewer if no more are
-                possible.
+            rows: for each live beam, as many tokens as ``count_candidates`` says, best first; fewer
+                if no more are possible.
 
         Returns:
             Indices into the former ``beams``; empty if the search is done.
@@ -149,7 +164,8 @@ class BeamSearch:
         params = self._params
         if len(self._finished) < params.width:
             return False
-        if params.early_stopping is True:
+        # With one beam transformers decodes greedily, up to the first end.
+        if params.early_stopping is True or params.width == 1:
             return True
         is_long = params.early_stopping == NEVER and params.length_penalty > 0
         length = self._max_tokens if is_long else self._num_tokens
