@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mlx_parallm.llm import LLM
+    from mlx_parallm.offline.beams import BeamSearchParams
+    from mlx_parallm.types.beams import BeamParams
     from mlx_parallm.types.request import SamplingParams, StructuredOutputsParams
 
-__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams"]
+__all__ = ["LLM", "BeamParams", "BeamSearchParams", "SamplingParams", "StructuredOutputsParams"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "mlx_parallm.llm",
+    "BeamParams": "mlx_parallm.types.beams",
+    "BeamSearchParams": "mlx_parallm.offline.beams",
     "SamplingParams": "mlx_parallm.types.request",
     "StructuredOutputsParams": "mlx_parallm.types.request",
 }

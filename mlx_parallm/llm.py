@@ -21,6 +21,7 @@ from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.images.prompt import ImagePrompt
+from mlx_parallm.offline.beams import BeamSearchOutput, BeamSearchParams, beam_search_output
 from mlx_parallm.offline.completions import RequestOutput
 from mlx_parallm.offline.engine import OfflineEngine, open_engine
 from mlx_parallm.offline.generation import (
@@ -171,15 +172,6 @@ class LLM:
             raise InvalidRequestError("This LLM is asleep; call wake_up first.")
         return self._engine
 
-    def _check_generates(self) -> None:
-        """Raise InvalidRequestError for a pooling model."""
-        model = self._engine.model
-        if not isinstance(model, GenerationModel):
-            raise InvalidRequestError(
-                f"{model.names[0]} is a pooling model; only models that generate can sleep.",
-                param="model",
-            )
-
     @property
     def _model(self) -> GenerationModel:
         """The model, if it generates; raise InvalidRequestError if it does not."""
@@ -227,10 +219,9 @@ class LLM:
         Raises:
             ModelLoadError: transformers cannot load it.
         """
-        tokenizer = self._hub_tokenizer
-        if tokenizer is None:
-            tokenizer = self._hub_tokenizer = hub_tokenizer(self._config)
-        return tokenizer
+        if self._hub_tokenizer is None:
+            self._hub_tokenizer = hub_tokenizer(self._config)
+        return self._hub_tokenizer
 
     def sleep(self, level: int = 1) -> None:
         """Free memory until ``wake_up``, for other work on the device; calls are refused meanwhile.
@@ -244,7 +235,7 @@ class LLM:
         """
         if level not in (1, 2):
             raise InvalidRequestError("level must be 1 or 2.", param="level")
-        self._check_generates()
+        assert self._model, "only a model that generates can sleep"
         self._engine.call(lambda client: client.control.sleep(level, PauseMode.ABORT))
         self._asleep = SLEEP_TAGS
 
@@ -332,6 +323,17 @@ class LLM:
     ) -> list[RequestOutput]:
         made = self._requests.make(items, lambda: self._model, sampling_params, adapter)
         return run(made, self._awake, on_finish)
+
+    def beam_search(
+        self,
+        prompts: Prompt | PromptMapping | Sequence[Prompt | PromptMapping],
+        params: BeamSearchParams,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Return the best continuations of each prompt, found by beams; see ``generate``."""
+        outputs = self.generate(prompts, params.sampling_params(), adapter=adapter)
+        return [beam_search_output(output, self.tokenizer) for output in outputs]
 
     def chat(
         self,

@@ -12,13 +12,21 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm import LLM, SamplingParams, StructuredOutputsParams
+from mlx_parallm import (
+    LLM,
+    BeamParams,
+    BeamSearchParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from mlx_parallm.client import MezoClient, RLClient, SyncRLClient
+from mlx_parallm.offline.beams import BeamSearchOutput, BeamSearchSequence
 from mlx_parallm.offline.completions import CompletionOutput, RequestOutput
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "python.md"
 CLASSES: tuple[type, ...] = (
     *(LLM, SamplingParams, StructuredOutputsParams, RequestOutput, CompletionOutput),
+    *(BeamParams, BeamSearchParams, BeamSearchOutput, BeamSearchSequence),
     *(RLClient, MezoClient, SyncRLClient),
 )
 # SECTION: those called Example are left out, because the guides have examples that are run.
@@ -31,7 +39,7 @@ The client is for programs that speak to a server, and needs no MLX.
 Guides are [getting started](getting-started.md#without-a-server) and [the client](client.md).
 
 ```python
-from mlx_parallm import LLM, SamplingParams, StructuredOutputsParams
+from mlx_parallm import LLM, BeamParams, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from mlx_parallm.client import RLClient, SyncRLClient
 ```
 

@@ -112,6 +112,7 @@ def chat_turn(body: ChatRequest, prelude: Prelude) -> TurnRequest:
             max_logprobs=prelude.config.max_logprobs,
             max_tokens=body.max_tokens if limit is None else limit,
             logprobs=body.top(),
+            **body.beam_values(),
         ),
         truncate=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,

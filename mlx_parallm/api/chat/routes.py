@@ -48,7 +48,7 @@ def _spans(body: ChatRequest, admitted: Admitted, prepared: PreparedTurn) -> Pol
 
 def _fields(body: ChatRequest) -> dict[str, str]:
     """Return what this body calls the engine's names."""
-    fields = {"prompt": "messages", "logprobs": "top_logprobs"}
+    fields = {"prompt": "messages", "logprobs": "top_logprobs", "beam_width": "n"}
     if body.max_completion_tokens is not None:
         fields["max_tokens"] = "max_completion_tokens"
     return fields

@@ -24,8 +24,8 @@ from mlx_parallm.types.step import RunnerInfo
 from mlx_parallm.types.token_limit import TokenLimit
 
 # What the body calls the engine's names.
-FIELDS = {"messages": "prompt"}
-SOURCE_FIELDS = {"messages": "decoder_prompt"}
+FIELDS = {"messages": "prompt", "beam_width": "n"}
+SOURCE_FIELDS = {"messages": "decoder_prompt", "beam_width": "n"}
 
 
 class Prompt(NamedTuple):
@@ -106,6 +106,7 @@ async def _params(
         logprobs=body.top(),
         prompt_logprobs=most_asked(shown),
         grammar=await body_grammar(body, model),
+        **body.beam_values(),
     )
 
 

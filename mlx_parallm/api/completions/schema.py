@@ -64,8 +64,8 @@ class CompletionRequest(GenerationRequest):
         """Refuse what this server does not honour yet, by name.
 
         Raises:
-            InvalidRequestError: ``best_of`` over ``n``, beam search, or ``echo`` of the tokens of a
-                prompt with a suffix; what needs a prompt's tokens, with ``prompt_embeds``.
+            InvalidRequestError: ``best_of`` over ``n``, or ``echo`` of the tokens of a prompt with
+                a suffix; what needs a prompt's tokens, with ``prompt_embeds``.
         """
         if self.embeds():
             self._check_no_tokens_needed()

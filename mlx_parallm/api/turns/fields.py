@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from mlx_parallm.api.http.forms import INT64, MAX_BIASES, NullIsAbsent, Number, VocabularyIds
+from mlx_parallm.types.beams import MAX_BEAMS, BeamParams
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list, is_mapping, is_sequence
 from mlx_parallm.types.request import ALL_TOKENS, MAX_CHOICES, SamplingParams
@@ -220,6 +221,13 @@ def effort_kwargs(effort: str | None) -> dict[str, Any]:
     if effort is None:
         return {}
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+# STRUCTURE: fields that ask for a structure of the text.
+STRUCTURE = (
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
+    *("guided_grammar", "regex", "ebnf", "json_schema"),
+)
 
 
 class StreamOptions(NullIsAbsent):
@@ -444,7 +452,47 @@ class GenerationRequest(StreamFields, SamplingRequest):
     request_id: StrictStr | None = Field(
         None, min_length=1, max_length=128, description="Part of the answer's id; must be unique."
     )
+    use_beam_search: StrictBool = Field(
+        False, description="Search n beams, at most 64, and return them, best first."
+    )
+    length_penalty: Number = Field(
+        1.0, description="With beams: above 0 longer answers score better; -10 to 10."
+    )
+    early_stopping: StrictBool | Literal["never"] = Field(
+        False,
+        description='With beams: true ends the search with n finished ones, "never" once nothing '
+        "can score better.",
+    )
+    no_repeat_ngram_size: StrictInt = Field(
+        0, ge=0, description="No run of so many tokens of prompt and answer comes twice; 0 is off."
+    )
+
+    def beam_values(self) -> dict[str, Any]:
+        """Return the engine's parameters of a beam search; empty without one.
+
+        Raises:
+            InvalidRequestError: it is streamed, or a field needs or excludes it.
+        """
+        if not self.use_beam_search:
+            for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != default:
+                    raise InvalidRequestError(f"{name} needs use_beam_search.", param=name)
+            return {}
+        if self.stream:
+            raise InvalidRequestError("Beam search cannot be streamed.", param="stream")
+        for name in STRUCTURE:
+            if getattr(self, name) not in (None, {"type": "text"}):
+                message = f"{name} cannot be combined with beam search."
+                raise InvalidRequestError(message, param=name)
+        if self.n > MAX_BEAMS:
+            raise InvalidRequestError(f"Beam search has 1 to {MAX_BEAMS} beams.", param="n")
+        beams = BeamParams(
+            width=self.n, length_penalty=self.length_penalty, early_stopping=self.early_stopping
+        )
+        # Other fields default to what samples have.
+        is_hot = "temperature" in self.model_fields_set
+        return {"beams": beams, "temperature": self.temperature if is_hot else 0.0}
 
 
 # Parameters of vLLM that would change the tokens.
-UNSUPPORTED = ("bad_words", "prompt_embeds", "use_beam_search")
+UNSUPPORTED = ("bad_words", "prompt_embeds")

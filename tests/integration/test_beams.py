@@ -1,0 +1,174 @@
+"""Beam search over tiny decoders against transformers', whose results are golden values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_parallm.config import CacheConfig
+from mlx_parallm.llm import LLM
+from mlx_parallm.offline.beams import BeamSearchParams
+from mlx_parallm.offline.completions import RequestOutput
+from mlx_parallm.types.beams import BeamParams
+from mlx_parallm.types.request import SamplingParams
+from tests.decoder_folders import write_words
+from tests.encoder_folders import write_golden
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+MODELS = sorted(path.stem for path in (GOLDEN / "beams").glob("*.json"))
+# NEAR_TIE: hypotheses whose scores are nearer to each other may change places.
+NEAR_TIE = 1e-3
+
+
+def searches_of(name: str) -> list[dict[str, Any]]:
+    return json.loads((GOLDEN / "beams" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[tuple[str, LLM]]:
+    name, folder = request.param, tmp_path_factory.mktemp(request.param)
+    golden = json.loads((GOLDEN / "families" / f"{name}.json").read_text(encoding="utf-8"))
+    write_golden(folder, golden)
+    write_words(folder, golden["config"]["vocab_size"])
+    with LLM(str(folder), dtype="float32", cache=CacheConfig(kv_cache_bytes=4 << 20)) as llm:
+        yield name, llm
+
+
+def params_of(search: dict[str, Any]) -> SamplingParams:
+    """Return the parameters of a golden search."""
+    return SamplingParams(
+        temperature=0.0,
+        n=search["width"],
+        beams=BeamParams(
+            width=search["width"],
+            length_penalty=search["length_penalty"],
+            early_stopping=search["early_stopping"],
+        ),
+        max_tokens=search["max_new_tokens"],
+        ignore_eos=True,
+        stop_token_ids=tuple(search["eos_token_id"]),
+        min_tokens=search.get("min_new_tokens", 0),
+        repetition_penalty=search.get("repetition_penalty", 1.0),
+        no_repeat_ngram_size=search.get("no_repeat_ngram_size", 0),
+        forced_eos_id=search.get("forced_eos_token_id"),
+        logprobs=0,
+    )
+
+
+def score_of(output: Any, length_penalty: float) -> float:
+    return output.cumulative_logprob / len(output.token_ids) ** length_penalty
+
+
+def differences(search: dict[str, Any], output: RequestOutput) -> Iterator[str]:
+    """Yield how an output differs from a golden search, but for near ties."""
+    expected = [(tuple(ids), score) for ids, score in search["hypotheses"]]
+    penalty = search["length_penalty"]
+    actual = [(tuple(each.token_ids), score_of(each, penalty)) for each in output.outputs]
+    scores = [score for _, score in expected]
+    known = dict(expected)
+    for (ids, score), (right_ids, right_score) in zip(actual, expected, strict=True):
+        if abs(score - right_score) > NEAR_TIE * max(1, abs(right_score)):
+            yield f"score {score} in place of {right_score}"
+        near = [other for other in scores if abs(other - right_score) < NEAR_TIE]
+        if ids != right_ids and not (len(near) > 1 and ids in known):
+            yield f"{ids} in place of {right_ids}"
+    assert all(better >= worse - NEAR_TIE for (_, better), (_, worse) in pairwise(actual))
+
+
+def test_beams_are_those_of_transformers(decoder: tuple[str, LLM]) -> None:
+    name, llm = decoder
+    searches = searches_of(name)
+    wide = [search for search in searches if search["width"] > 1]
+    outputs = llm.generate(
+        [search["prompt"] for search in wide], [params_of(search) for search in wide]
+    )
+    wrong = {
+        number: apart
+        for number, (search, output) in enumerate(zip(wide, outputs, strict=True))
+        if (apart := list(differences(search, output)))
+    }
+    assert not wrong
+    assert {search["width"] for search in wide} == set(range(2, 9))
+
+
+def test_one_beam_is_greedy(decoder: tuple[str, LLM]) -> None:
+    name, llm = decoder
+    # Penalties change logits for greedy rows, and log-probabilities for beams.
+    searches = [
+        search
+        for search in searches_of(name)
+        if search["width"] == 1 and "repetition_penalty" not in search
+    ]
+    params = [params_of(search) for search in searches]
+    for output, search in zip(
+        llm.generate([search["prompt"] for search in searches], params), searches, strict=True
+    ):
+        assert list(output.outputs[0].token_ids) == search["hypotheses"][0][0]
+
+
+def test_greedy_samples_beside_beams_have_their_tokens(decoder: tuple[str, LLM]) -> None:
+    name, llm = decoder
+    wide = [search for search in searches_of(name) if search["width"] > 4][:8]
+    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    prompts = [search["prompt"] for search in wide]
+    alone = llm.generate(prompts, greedy)
+    mixed = llm.generate(
+        [*prompts, *prompts], [*(params_of(search) for search in wide), *(greedy for _ in wide)]
+    )
+    assert [each.outputs[0].token_ids for each in mixed[len(wide) :]] == [
+        each.outputs[0].token_ids for each in alone
+    ]
+    for search, output in zip(wide, mixed[: len(wide)], strict=True):
+        assert not list(differences(search, output))
+
+
+def test_more_beams_than_kernels_report_tokens_for(decoder: tuple[str, LLM]) -> None:
+    """Stock operations find more than 32 likeliest tokens."""
+    _, llm = decoder
+    narrow, wide = (
+        llm.beam_search([[5, 6, 7]], BeamSearchParams(beam_width=width, max_tokens=1))[0]
+        for width in (20, 40)
+    )
+    first = [(each.tokens, each.cum_logprob) for each in wide.sequences[:20]]
+    assert [tokens for tokens, _ in first] == [each.tokens for each in narrow.sequences]
+    assert [value for _, value in first] == pytest.approx(
+        [each.cum_logprob for each in narrow.sequences], abs=1e-5
+    )
+    assert len(wide.sequences) == 40
+
+
+def test_the_results_of_an_llm_are_in_order_and_have_their_sums(decoder: tuple[str, LLM]) -> None:
+    _, llm = decoder
+    params = BeamSearchParams(beam_width=3, max_tokens=5, length_penalty=0.0, ignore_eos=True)
+    (output,) = llm.beam_search([[5, 6, 7]], params)
+    sums = [each.cum_logprob for each in output.sequences]
+    assert sums == sorted(sums, reverse=True)
+    for each in output.sequences:
+        assert each.tokens[:3] == [5, 6, 7]
+        assert each.cum_logprob == pytest.approx(sum(entry.logprob for entry in each.logprobs))
+        assert each.text == llm.tokenizer.decode(each.tokens, skip_special_tokens=False)
+        assert (each.finish_reason, len(each.tokens)) == ("length", 8)
+
+
+def test_no_repeated_runs_for_greedy_and_drawn_samples(decoder: tuple[str, LLM]) -> None:
+    _, llm = decoder
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(
+            temperature=temperature, max_tokens=30, ignore_eos=True, no_repeat_ngram_size=2, seed=3
+        )
+        (output,) = llm.generate([[5, 6, 5]], params)
+        pairs = list(pairwise([5, 6, 5, *output.outputs[0].token_ids]))
+        assert len(set(pairs)) == len(pairs)
+
+
+def test_a_forced_end_comes_at_the_last_place_only(decoder: tuple[str, LLM]) -> None:
+    _, llm = decoder
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, forced_eos_id=2)
+    free = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    forced, plain = llm.generate([[5, 6, 7], [5, 6, 7]], [params, free])
+    assert list(forced.outputs[0].token_ids) == [*plain.outputs[0].token_ids[:5], 2]
