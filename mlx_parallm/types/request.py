@@ -331,14 +331,13 @@ class SamplingParams:
             "logprob_token_ids": not self.logprob_token_ids,
             "logprobs_mode": self.logprobs_mode is None,
             "entropy": not self.entropy,
+            "max_tokens": self.max_tokens != 0,
         }
         for name, is_unset in without.items():
             if not is_unset:
                 raise InvalidRequestError(
-                    f"{name} cannot be combined with beam search.", param=name
+                    f"This {name} cannot be combined with beam search.", param=name
                 )
-        if self.max_tokens == 0:
-            raise InvalidRequestError("max_tokens must be positive for beams.", param="max_tokens")
 
     def _check_logprobs(self) -> None:
         for name in ("logprobs", "prompt_logprobs"):
@@ -362,11 +361,8 @@ class SamplingParams:
     @property
     def has_penalty(self) -> bool:
         """True if a penalty makes the sampler read the tokens so far."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
+        is_added = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return is_added or self.repetition_penalty != 1.0
 
     @staticmethod
     def _check_range(name: str, value: float, low: float, high: float) -> None:

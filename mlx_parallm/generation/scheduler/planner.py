@@ -167,7 +167,6 @@ class Planner:
         return False
 
     def _decoding(self) -> list[Sequence]:
-        """Return the sequences that could run one token."""
         return [each for each in self._running if each.is_decoding and self._may_run(each)]
 
     def _fork_beams(self, plan: StepPlan) -> bool:
@@ -176,8 +175,8 @@ class Planner:
         for beams in due:
             # Another request's beams may have preempted these.
             if beams.is_due:
-                self.beams.release(beams)
-                if self._free_blocks(len(beams.forks), beams.leader, plan):
+                num_blocks = self.beams.release(beams)
+                if self._free_blocks(num_blocks, beams.leader, plan):
                     self.beams.fork(beams, plan)
         return bool(due)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from mlx_parallm.engine.adapter_slots import NO_ADAPTER, AdapterSlots
@@ -362,7 +362,7 @@ class HeldSource:
     def fork(self) -> HeldSource:
         """See ``Held``: both use the same blocks, whatever the weights are now."""
         self.product.num_users += 1
-        return HeldSource(self.cache, self.product)
+        return replace(self)
 
     def release(self) -> None:
         """See ``Held``."""

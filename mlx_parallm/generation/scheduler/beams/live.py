@@ -50,13 +50,14 @@ class LiveBeams:
         """Return the beams whose sequences are to be forked or stopped before the next step."""
         return [beams for beams in self._groups.values() if beams.is_due]
 
-    def release(self, beams: BeamGroup) -> None:
-        """Free the blocks of beams that have not been continued."""
+    def release(self, beams: BeamGroup) -> int:
+        """Free the blocks of beams that have not been continued; return how many forks need."""
         for sequence in beams.unneeded:
             self._running.stop(sequence)
         for sequence in beams.forks:
             if sequence.slot is not None:
                 self._kv.free(sequence.blocks)
+        return len(beams.forks)
 
     def fork(self, beams: BeamGroup, plan: StepPlan) -> None:
         """Give sequences forks of their parents' blocks; there is a free block for each."""
