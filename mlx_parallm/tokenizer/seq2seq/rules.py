@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from mlx_parallm.models.checkpoints.encoder_decoders import (
+    is_encoder_decoder,
+    target_vocab_size,
+)
 from mlx_parallm.tokenizer.seq2seq.fields import Fields
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.json_values import is_list
 
-#: ``SEQ2SEQ_TYPES``: model types of encoder-decoders, for files that leave out
-#: ``is_encoder_decoder``.
-SEQ2SEQ_TYPES = frozenset({"bart", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5", "umt5"})
 #: ``UNSERVED``: fields of generation that are not served, and the values that change nothing.
 UNSERVED: Mapping[str, tuple[object, ...]] = {
     "do_sample": (False,),
@@ -33,12 +34,6 @@ UNSERVED: Mapping[str, tuple[object, ...]] = {
 _POSITIONED = frozenset({"bart", "marian", "mbart", "pegasus"})
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
-
-
-def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
-    """True if a model's ``config.json`` describes an encoder-decoder."""
-    named = config.get("is_encoder_decoder")
-    return config.get("model_type") in SEQ2SEQ_TYPES if named is None else named is True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +127,9 @@ def read_rules(folder: Path) -> Seq2SeqRules | None:
     # transformers reads the fields of generation from the older file only where the newer one
     # does not exist.
     generation = Fields.read(folder / _GENERATION) or config
-    vocab_size = config.count("decoder_vocab_size", 1) or config.count("vocab_size", 1)
+    for name in ("vocab_size", "decoder_vocab_size"):
+        config.count(name, 1)
+    vocab_size = target_vocab_size(config.values)
     model_type = config.text("model_type") or ""
     positions = config.count("max_position_embeddings", 1)
     defaults = _defaults(generation, config.text("prefix") or "")

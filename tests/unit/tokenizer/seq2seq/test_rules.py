@@ -26,17 +26,6 @@ def test_a_decoder_has_no_rules(tmp_path: Path) -> None:
     assert read_rules(tmp_path) is None
 
 
-@pytest.mark.parametrize("is_named", [True, False])
-def test_the_model_type_counts_where_the_flag_is_left_out(tmp_path: Path, is_named: bool) -> None:
-    rules = read(tmp_path, is_encoder_decoder=True if is_named else None)
-    assert rules.decoder_start_id == 0
-
-
-def test_an_encoder_alone_has_no_rules(tmp_path: Path) -> None:
-    write_config(tmp_path, "t5", is_encoder_decoder=False)
-    assert read_rules(tmp_path) is None
-
-
 def test_the_newer_file_decides_and_the_older_one_names_the_start(tmp_path: Path) -> None:
     write_json(tmp_path, "generation_config.json", {"num_beams": 4, "forced_eos_token_id": 2})
     rules = read(
