@@ -327,7 +327,8 @@ class ModelRunner(Runner):
             self._sources.drop(slots)
 
     def clear_inputs(self) -> None:
-        """Forget all products, computed or not, except those in blocks."""
+        """Forget all products, computed or not, except those in blocks; no step is in flight."""
+        self.inputs.take_begun()
         self.inputs.features.clear()
         if self._sources is not None:
             self._sources.clear()

@@ -14,6 +14,7 @@ import numpy as np
 from typing_extensions import override
 
 from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.models.seq2seq.interface import is_encoder_decoder
 from mlx_parallm.models.vision.checkpoint import TOWER
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput
@@ -44,8 +45,10 @@ class TrainedDecoder(TrainedModel):
         """Use a model that is served.
 
         Raises:
-            InvalidRequestError: its architecture cannot be run without caches.
+            InvalidRequestError: its architecture cannot be run without caches, or has an encoder.
         """
+        if is_encoder_decoder(stock.model):
+            raise _unfit("it is an encoder-decoder, and texts have no source")
         self._model, self._selector, self._context = stock.model, stock.selector, stock.adapters
         # Texts do not pass through a tower.
         self._modules = {

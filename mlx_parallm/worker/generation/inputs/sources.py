@@ -287,7 +287,12 @@ class SourceRun:
 def _lengths_of(sources: Sequence[Mapping[str, mx.array]]) -> list[int] | None:
     """Return the lengths of texts; None for other sources, all of one length in a run."""
     ids = [source.get(TOKEN_IDS) for source in sources]
-    return [each.size for each in ids if each is not None] or None
+    if lengths := [each.size for each in ids if each is not None]:
+        assert len(lengths) == len(sources), "texts and other sources are in one run"
+        return lengths
+    shapes = [{name: array.shape for name, array in source.items()} for source in sources]
+    assert all(each == shapes[0] for each in shapes), "sources that are no texts have equal shapes"
+    return None
 
 
 def _is_finite(rows: mx.array) -> mx.array:

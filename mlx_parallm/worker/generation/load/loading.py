@@ -273,13 +273,7 @@ class GeneratorModel(WorkerModel):
                 return self._runner.write_states(op.slots, op.data)
 
     def _train(self, op: Any) -> Pending[Any]:
-        """Begin an op of a training session.
-
-        Raises:
-            InvalidRequestError: the model is an encoder-decoder.
-        """
-        if self._runner.info.max_source_len:
-            raise InvalidRequestError("Encoder-decoders cannot be trained.", param="model")
+        """Begin an op of a training session."""
         assert self._make_sessions is not None, f"a generation model does not know {op}"
         self._sessions = self._sessions or self._make_sessions(self._runner.stock)
         return self._sessions.begin(op)
