@@ -12,18 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import mlx.core as mx
 import openai
 import pytest
 from huggingface_hub import InferenceClient
+from huggingface_hub.errors import HfHubHTTPError
 
-from benchmarks.make_seq2seq import make_seq2seq
+from benchmarks.make_seq2seq import make_seq2seq, random_weights
 from mlx_parallm import LLM, SamplingParams
 from mlx_parallm.config import CacheConfig
 from mlx_parallm.peers import child_process
 from mlx_parallm.types.errors import ContextLengthError
+from tests.builders.seq2seq_folders import read_json, write_json, write_nllb
 from tests.server_process import ROOT, ServerProcess
 
-NAME = "org/translator"
+NAME, LANGUAGES = "org/translator", "org/languages"
 MAX_SOURCE_LEN = 200
 MEMORY = 32 << 20
 POLL_S = 0.01
@@ -35,17 +38,48 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_seq2seq(tmp_path_factory.mktemp("models") / "t5", "tiny-t5")
 
 
-def flags(folder: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def nllb(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of random weights with NLLB's languages, and three beams in its files."""
+    folder = write_nllb(tmp_path_factory.mktemp("nllb"))
+    tokenizer = read_json(folder, "tokenizer.json")
+    ids = [token["id"] for token in tokenizer["added_tokens"]]
+    sides = ("encoder", "decoder")
+    sizes = {"layers": 2, "ffn_dim": 48, "attention_heads": 2}
+    config = {
+        **read_json(folder, "config.json"),
+        **{f"{side}_{name}": size for side in sides for name, size in sizes.items()},
+        "d_model": 32,
+        "max_position_embeddings": 64,
+        "activation_function": "relu",
+        "scale_embedding": True,
+        "vocab_size": max(ids) + 1,
+        "torch_dtype": "float32",
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+        "tie_word_embeddings": True,
+    }
+    write_json(folder, "config.json", config)
+    generation = {"num_beams": 3, "max_length": 12, "decoder_start_token_id": 2}
+    write_json(folder, "generation_config.json", generation)
+    mx.save_safetensors(str(folder / "model.safetensors"), random_weights(config, 0))
+    return folder
+
+
+def flags(*folders: Path) -> list[str]:
+    names = [f"{folder}={name}" for folder, name in zip(folders, (NAME, LANGUAGES), strict=False)]
     return [
-        *("--model", str(folder), "--served-model-name", NAME, "--max-model-len", "256"),
+        *("--model", *map(str, folders), "--served-model-name", *names, "--max-model-len", "256"),
         *("--max-source-len", str(MAX_SOURCE_LEN), "--kv-cache-memory-bytes", str(MEMORY)),
     ]
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(
+    folder: Path, nllb: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
     data = tmp_path_factory.mktemp("data")
-    process = ServerProcess(*flags(folder), "--max-num-seqs", "8", "--data-dir", str(data))
+    process = ServerProcess(*flags(folder, nllb), "--max-num-seqs", "8", "--data-dir", str(data))
     try:
         process.wait_until_ready()
         yield process
@@ -129,6 +163,26 @@ def test_hugging_faces_client(server: ServerProcess, alone: dict[str, str]) -> N
     body = {"inputs": [source, SOURCES[0]], "parameters": options}
     answers = post(server, "/pipeline/summarization", body).json()
     assert answers == [{"summary_text": alone[source]}, {"summary_text": alone[SOURCES[0]]}]
+
+
+def test_languages(server: ServerProcess) -> None:
+    """Each language begins its own output, and the source's changes the source."""
+    client = InferenceClient(f"{server.url}/models/{LANGUAGES}")
+    body = {"model": LANGUAGES, "prompt": "the cat sat", "max_tokens": 4, "return_token_ids": True}
+    firsts: set[tuple[int, ...]] = set()
+    for target in ("deu_Latn", "fra_Latn"):
+        options = {"src_lang": "eng_Latn", "tgt_lang": target}
+        text = client.translation("the cat sat", **options).translation_text
+        assert isinstance(text, str)
+        answer = post(server, "/v1/completions", body | options).json()
+        start, language = answer["choices"][0]["prompt_token_ids"]
+        tokens = post(server, "/tokenize", {"model": LANGUAGES, "prompt": "the cat sat", **options})
+        assert tokens.json()["tokens"][-1] == start == 2
+        assert answer["usage"]["prompt_tokens"] == tokens.json()["count"] + 2
+        firsts.add((start, language))
+    assert len(firsts) == 2
+    with pytest.raises(HfHubHTTPError, match="tgt_lang 'xx' is not a language"):
+        client.translation("the cat sat", src_lang="eng_Latn", tgt_lang="xx")
 
 
 def test_a_target_is_scored_as_it_was_generated(server: ServerProcess) -> None:

@@ -132,11 +132,13 @@ class _Task:
         parameters, defaults = self.parameters, self.defaults(model)
         beams = self._beams(defaults, prompt_len)
         _check_lengths(parameters, defaults)
-        named = ["max_tokens"] if _given(parameters, ("max_length", "max_new_tokens")) else []
+        has_most = bool(_given(parameters, ("max_length", "max_new_tokens")))
+        has_least = bool(_given(parameters, ("min_length", "min_new_tokens")))
         params = SamplingParams(
             n=parameters.num_return_sequences or 1,
             beams=beams,
-            max_tokens=defaults.most_tokens(prompt_len) if named else None,
+            max_tokens=defaults.most_tokens(prompt_len) if has_most else None,
+            min_tokens=defaults.least_tokens(prompt_len) if has_least else 0,
             no_repeat_ngram_size=defaults.no_repeat_ngram_size,
             repetition_penalty=parameters.repetition_penalty or defaults.repetition_penalty,
             frequency_penalty=parameters.frequency_penalty or 0.0,
@@ -151,6 +153,7 @@ class _Task:
                 "num_return_sequences above 1 needs num_beams or do_sample.",
                 param="num_return_sequences",
             )
+        named = ["max_tokens"] * has_most + ["min_tokens"] * has_least
         return source_params(params, model, prompt_len, named=named, defaults=defaults)
 
     def _sampling(self) -> dict[str, Any]:
@@ -206,6 +209,8 @@ async def run_generation(
     if texts is None or (body.stream and len(texts) > 1):
         what = "a text" if body.stream else f"a text or a list of 1 to {MAX_INPUTS} texts"
         raise InvalidRequestError(f"inputs must be {what}.", param="inputs")
+    if body.stream and (parameters.num_return_sequences or 1) > 1:
+        raise InvalidRequestError("A stream has one text.", param="num_return_sequences")
     own_name, model = _model(prelude, name, parameters)
     with named_by(FIELDS):
         admitted = await prelude.admit_to(

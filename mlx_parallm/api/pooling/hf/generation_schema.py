@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.http.forms import INT64, Number, OpenForm
-from mlx_parallm.api.turns.fields import MAX_STOPS
+from mlx_parallm.api.turns.fields import MAX_STOP_CHARS, MAX_STOPS
 from mlx_parallm.types.beams import MAX_BEAMS
 from mlx_parallm.types.errors import InvalidRequestError
 
@@ -119,6 +119,11 @@ class GenerationParameters(OpenForm):
         stops = (*own, *(self.stop_sequences or []))
         if len(stops) > MAX_STOPS:
             raise InvalidRequestError(f"At most {MAX_STOPS} texts may end an output.", param="stop")
+        if sum(map(len, stops)) > MAX_STOP_CHARS:
+            raise InvalidRequestError(
+                f"Texts that end an output have at most {MAX_STOP_CHARS} characters together.",
+                param="stop",
+            )
         return stops
 
     @property

@@ -261,6 +261,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"inputs": "x" * 99}, "inputs", "64 tokens. The source has 99"),
     ({"inputs": "a", "stream": True, "num_beams": 2}, "num_beams", "cannot be streamed"),
     ({"inputs": ["a", "b"], "stream": True}, "inputs", "must be a text"),
+    ({"inputs": "a", "stream": True, "num_return_sequences": 2}, "num_return_sequences", "one"),
     *(
         ({"inputs": "a", "parameters": parameters}, param, message)
         for parameters, param, message in [
@@ -276,6 +277,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
             ({"src_lang": "en", "tgt_lang": "fr"}, "tgt_lang", "which has de, en"),
             ({"min_length": 50, "max_length": 9}, "min_length", "exceeds"),
             ({"max_length": 0}, "max_length", ""),
+            ({"min_length": 10**30}, "min_length", "exceeds"),
+            ({"max_length": 10**30}, "max_new_tokens", "256 tokens"),
+            ({"stop": "x" * 70_000, "num_beams": 1}, "stop", "65536 characters"),
+            ({"stop": ["x"] * 65, "num_beams": 1}, "stop", "At most 64"),
+            ({"stop": [""], "num_beams": 1}, "stop", "empty"),
             ({"max_new_tokens": 999}, "max_new_tokens", "256 tokens"),
             ({"truncation": "only_second"}, "truncation", "only_second"),
             ({"truncation": "yes"}, "truncation", ""),
@@ -306,6 +312,15 @@ def test_bad_input(
     assert error["param"].rpartition(".")[2] == param or param in error["message"]
     assert message in error["message"]
     assert engine.submitted.empty()
+
+
+def test_a_full_queue_refuses_before_anything_is_encoded(engine: FakeSeq2Seq, url: str) -> None:
+    engine.is_full = True
+    try:
+        # The empty source is not looked at.
+        assert httpx2.post(url, json={"inputs": ""}).status_code == 429
+    finally:
+        engine.is_full = False
 
 
 def test_a_refusal_reaches_the_client(url: str) -> None:
