@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def nllb(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random weights with NLLB's languages, and three beams in its files."""
+    """Write a model of random weights with NLLB's languages, and three beams in its files."""
     folder = write_nllb(tmp_path_factory.mktemp("nllb"))
     tokenizer = read_json(folder, "tokenizer.json")
     ids = [token["id"] for token in tokenizer["added_tokens"]]
@@ -135,8 +135,8 @@ def test_many_clients_get_what_each_gets_alone(
 
 def test_openais_client(server: ServerProcess, alone: dict[str, str]) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    fields = {"model": NAME, "temperature": 0, "max_tokens": 12}
-    extra = {"extra_body": {"ignore_eos": True}}
+    fields: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 12}
+    extra: dict[str, Any] = {"extra_body": {"ignore_eos": True}}
     answer = client.completions.create(prompt=SOURCES[3], n=2, **fields, **extra)
     assert [choice.text for choice in answer.choices] == [alone[SOURCES[3]]] * 2
     assert answer.usage is not None
@@ -171,7 +171,7 @@ def test_languages(server: ServerProcess) -> None:
     body = {"model": LANGUAGES, "prompt": "the cat sat", "max_tokens": 4, "return_token_ids": True}
     firsts: set[tuple[int, ...]] = set()
     for target in ("deu_Latn", "fra_Latn"):
-        options = {"src_lang": "eng_Latn", "tgt_lang": target}
+        options: dict[str, Any] = {"src_lang": "eng_Latn", "tgt_lang": target}
         text = client.translation("the cat sat", **options).translation_text
         assert isinstance(text, str)
         answer = post(server, "/v1/completions", body | options).json()
