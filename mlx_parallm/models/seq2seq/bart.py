@@ -87,7 +87,7 @@ FAMILIES = {
 
 @dataclass
 class ModelArgs(BaseModelArgs):
-    """Fields of ``config.json``; the defaults are transformers'.
+    """Fields of ``config.json``; sizes have transformers' defaults for BART.
 
     Attributes:
         tie_word_embeddings: True if the head is the decoder's table of word embeddings. The loader

@@ -16,6 +16,7 @@ from mlx_parallm.adapters.arrays import to_host
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.models.checkpoints.encoder_decoders import ENCODER_DECODER_TYPES
 from mlx_parallm.models.decoder_classes import ENCODER_DECODERS, decoder_classes
+from mlx_parallm.models.seq2seq.positions import marian_sinusoids
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.worker.generation.row_selection import vocab_size_of
 from mlx_parallm.worker.weights.loader import CastRule, LoadedModel, load_model, parameters_of
@@ -123,6 +124,37 @@ def test_logits_have_no_bias_if_the_files_have_none(name: str, tmp_path: Path) -
     weights = golden_arrays(golden)
     del weights["final_logits_bias"]
     assert_same(loaded(tmp_path, golden["config"], weights), weights)
+
+
+@pytest.mark.parametrize("name", ["marian", "pegasus_computed"])
+def test_sinusoids_of_the_files_count(name: str, tmp_path: Path) -> None:
+    # A fine-tuned model may have others: https://github.com/guillaume-be/rust-bert/issues/228.
+    golden = read_seq2seq(name)
+    weights, size = golden_arrays(golden), golden["config"]["d_model"]
+    table = mx.array(marian_sinusoids(golden["config"]["max_position_embeddings"], size))
+    saved = {f"model.{side}.embed_positions.weight": table for side in ("encoder", "decoder")}
+    changed = {key: 2 * array for key, array in saved.items()}
+    tokens = mx.array([[3, 5, 9]])
+    logits = [
+        loaded(tmp_path / str(number), golden["config"], weights | more).model(tokens)
+        for number, more in enumerate([{}, saved, changed])
+    ]
+    assert mx.array_equal(logits[0], logits[1])
+    assert mx.abs(logits[0] - logits[2]).max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_a_table_and_a_head_in_other_copies(name: str, tmp_path: Path) -> None:
+    # The head is no table then: https://github.com/huggingface/transformers/issues/48154.
+    golden = read_seq2seq(name)
+    weights = golden_arrays(golden)
+    table = "shared" if name == "t5" else "model.shared"
+    head = {"lm_head.weight": weights[f"{table}.weight"] + 1}
+    for number, copy in enumerate(("decoder", "encoder")):
+        names = (table.replace("shared", f"{copy}.embed_tokens"),)
+        saved = with_tables(weights, table, names) | head
+        model = loaded(tmp_path / str(number), golden["config"], saved)
+        assert_same(model, weights | head)
 
 
 @pytest.mark.parametrize(
