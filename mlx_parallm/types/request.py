@@ -438,6 +438,7 @@ class GenerateRequest:
             num_samples=self.params.num_sequences,
             max_output=self.params.max_tokens,
             prefix=[*sources, *self._meanings()] if sources else self._meanings(),
+            num_whole=len(sources),
             turn_start=self.turn_start,
             answer_start=self.answer_start,
             model=self.model,

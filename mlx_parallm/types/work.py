@@ -68,6 +68,7 @@ class RequestWork:
         max_output: most tokens of a sample; 0 if nothing is generated, None if it is not bounded.
         prefix: the tokens whose computation is kept for requests that begin with them; empty if
             none is kept.
+        num_whole: tokens of ``prefix`` at its begin that are of use together only: a source.
         turn_start: tokens of ``prefix`` with which the next request probably begins too; None if
             unknown.
         answer_start: likewise, if that adds the answer and a further turn.
@@ -90,6 +91,7 @@ class RequestWork:
     num_samples: int = 1
     max_output: int | None = 0
     prefix: Sequence[int] = ()
+    num_whole: int = 0
     turn_start: int | None = None
     answer_start: int | None = None
     model: str = ""

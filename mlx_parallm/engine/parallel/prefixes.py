@@ -27,6 +27,7 @@ class WorkKeys:
         model: the first name of its model.
         turn: number of whole chunks before the latest turn; None if that is unknown.
         end: number of whole chunks with which the next turn begins; all, if that is unknown.
+        whole: number of the first chunks that are of use together only.
     """
 
     chunks: list[int]
@@ -34,6 +35,7 @@ class WorkKeys:
     model: str = ""
     turn: int | None = None
     end: int = 0
+    whole: int = 0
 
 
 def keys_of(work: RequestWork) -> WorkKeys:
@@ -48,7 +50,7 @@ def keys_of(work: RequestWork) -> WorkKeys:
     if work.answer_start is not None:
         end = min(last, work.answer_start // CHUNK)
     turn = None if work.turn_start is None else min(last, work.turn_start // CHUNK)
-    return WorkKeys(chunks, inputs, work.model, turn, end)
+    return WorkKeys(chunks, inputs, work.model, turn, end, work.num_whole // CHUNK)
 
 
 class CacheMirror:
@@ -90,7 +92,7 @@ class CacheMirror:
         count = 0
         while count < len(keys.chunks) and keys.chunks[count] in self._chunks:
             count += 1
-        return count
+        return count if count >= keys.whole else 0
 
     def missing(self, keys: WorkKeys) -> list[int]:
         """Return how many tokens of each input the engine has yet to compute."""

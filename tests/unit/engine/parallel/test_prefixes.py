@@ -8,6 +8,8 @@ import pytest
 
 from mlx_parallm.engine.parallel.prefixes import CHUNK, CacheMirror, keys_of
 from mlx_parallm.engine.parallel.router import Router
+from mlx_parallm.types.model_input import source_of
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.work import LEAST_SHARED, RequestWork, StateCache
 from tests.fleet_harness import FakeFleet
 from tests.fleet_simulator import tokens
@@ -172,3 +174,50 @@ def test_a_fleet_knows_which_models_keep_states() -> None:
                 assert found(load.cache, work(*SYSTEM, *turn(2), model=model)) == expected
     finally:
         fleet.stop()
+
+
+def source_work(content: int, num_tokens: int, *prompt: int) -> RequestWork:
+    """Return a request with a source, as ``GenerateRequest.work`` does."""
+    request = GenerateRequest(
+        request_id="r",
+        model="t5",
+        prompt_ids=(0, *prompt),
+        params=SamplingParams(),
+        inputs=(source_of([content] * num_tokens),),
+    )
+    return request.work()
+
+
+def test_a_source_is_found_by_its_content_and_only_as_a_whole() -> None:
+    size = 8 * CHUNK + 5
+    cache = CacheMirror(FULL)
+    cache.add(keys_of(source_work(1, size)))
+    assert found(cache, source_work(1, size)) == 8
+    assert found(cache, source_work(1, size, *SYSTEM)) == 8
+    assert found(cache, source_work(1, size - CHUNK)) == 0
+    assert found(cache, source_work(2, size)) == 0
+
+
+def test_a_source_that_is_evicted_in_part_is_not_found() -> None:
+    cache = CacheMirror(10 * CHUNK)
+    cache.add(keys_of(source_work(1, 8 * CHUNK)))
+    cache.add(keys_of(source_work(2, 3 * CHUNK)))
+    assert found(cache, source_work(2, 3 * CHUNK)) == 3
+    assert found(cache, source_work(1, 8 * CHUNK)) == 0
+    # A prompt, of which a part may be used, is found as far as it is there.
+    prompts = CacheMirror(10 * CHUNK)
+    prompts.add(keys_of(work(*tokens(1, 8 * CHUNK), model="")))
+    prompts.add(keys_of(work(*tokens(2, 3 * CHUNK), model="")))
+    assert found(prompts, work(*tokens(1, 8 * CHUNK), model="")) == 7
+
+
+def test_clients_of_one_source_share_an_engine() -> None:
+    router = Router(2, max_num_seqs=16, cache_tokens=1 << 16)
+    ranks = [router.place(f"{client}", source_work(1, 600)) for client in range(8)]
+    assert len(set(ranks)) == 1
+    # Its samples are not divided: each engine would encode it.
+    many = replace(source_work(1, 600), num_samples=8)
+    assert not many.is_divisible
+    assert [(each.rank, len(each.places)) for each in router.divide(many)] == [(ranks[0], 8)]
+    other = router.place("other", source_work(2, 600))
+    assert other != ranks[0]
