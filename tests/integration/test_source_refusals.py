@@ -10,6 +10,7 @@ import pytest
 from benchmarks.make_seq2seq import make_seq2seq
 from mlx_parallm.config import EngineConfig, ModelConfig, SpeculativeConfig
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError
+from mlx_parallm.types.training import Distribution, TrainableSpec
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.load.loading import GenerationLoader
 from mlx_parallm.worker.generation.load.plan import GenerationSpec
@@ -17,7 +18,7 @@ from mlx_parallm.worker.ops import Allocate, Load
 from mlx_parallm.worker.sharding.check import check_shardable
 from mlx_parallm.worker.training.sessions import TrainingSessions
 from mlx_parallm.worker.training.trained_decoder import TrainedDecoder
-from mlx_parallm.worker.training_ops import ForgetTraining
+from mlx_parallm.worker.training_ops import ForgetTraining, OpenTraining
 from mlx_parallm.worker.worker import Worker
 from tests.frames_model import frames_model, frames_of
 from tests.source_batches import BLOCK_SIZE, Batch, Request, frames_source, new_runner, tiny_t5
@@ -64,8 +65,13 @@ def test_ranks() -> None:
 def test_training(folder: Path) -> None:
     worker = load(folder)
     worker.execute(Allocate(model="m", num_blocks=200))
+    opening = OpenTraining(
+        model="m", session="s", spec=TrainableSpec(), distribution=Distribution.GAUSSIAN
+    )
     with pytest.raises(InvalidRequestError, match="it is an encoder-decoder"):
-        worker.begin(ForgetTraining(model="m"))
+        worker.begin(opening)
+    # An update or a sleep that follows forgets sessions, of which there are none.
+    worker.execute(ForgetTraining(model="m"))
 
 
 def test_a_run_of_frames_of_several_lengths_is_not_cut_somewhere() -> None:

@@ -55,6 +55,7 @@ from mlx_parallm.worker.ops import (
     WriteBlocks,
     WriteStates,
 )
+from mlx_parallm.worker.training_ops import CloseTraining, ForgetTraining
 from mlx_parallm.worker.weights.loader import CastRule, LoadedModel, load_model
 from mlx_parallm.worker.worker import Device, Loader, Tensors, TrainingSessions, WorkerModel
 
@@ -275,6 +276,9 @@ class GeneratorModel(WorkerModel):
     def _train(self, op: Any) -> Pending[Any]:
         """Begin an op of a training session."""
         assert self._make_sessions is not None, f"a generation model does not know {op}"
+        if self._sessions is None and isinstance(op, CloseTraining | ForgetTraining):
+            # A model that cannot be trained would raise, and its update or sleep fail.
+            return Done(None)
         self._sessions = self._sessions or self._make_sessions(self._runner.stock)
         return self._sessions.begin(op)
 
