@@ -22,7 +22,7 @@ from benchmarks.make_seq2seq import make_seq2seq, random_weights
 from mlx_parallm import LLM, SamplingParams
 from mlx_parallm.config import CacheConfig
 from mlx_parallm.peers import child_process
-from mlx_parallm.types.errors import ContextLengthError
+from mlx_parallm.types.errors import ConfigError, ContextLengthError
 from tests.builders.seq2seq_folders import read_json, write_json, write_nllb
 from tests.server_process import ROOT, ServerProcess
 
@@ -334,3 +334,12 @@ def test_settings_that_do_not_suit_are_refused_at_the_start(
     log = server.log
     server.stop()
     assert (status, message.format(folder=folder) in log) == (2, True), log
+
+
+@pytest.mark.parametrize("setting", ["max_source_len", "max_model_len"])
+def test_lengths_beyond_learned_positions_are_refused(tmp_path: Path, setting: str) -> None:
+    bart = make_seq2seq(tmp_path / "bart", "tiny-bart")
+    flag = f"--{setting.replace('_', '-')} is 2048"
+    lengths: dict[str, Any] = {setting: 2048}
+    with pytest.raises(ConfigError, match=f"{flag}; .* 1024 tokens"):
+        LLM(str(bart), **lengths)
