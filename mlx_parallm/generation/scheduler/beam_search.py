@@ -14,7 +14,7 @@ from mlx_parallm.types.request import (
     ADJUSTED_LOGPROBS,
     ALL_TOKENS,
     DEFAULT_VERSION,
-    PROCESSED_LOGPROBS,
+    RENORMALIZED_LOGPROBS,
     SamplingParams,
 )
 from mlx_parallm.types.step import TokenLogprob
@@ -33,7 +33,7 @@ def candidate_params(params: SamplingParams, beams: BeamParams, num_ends: int) -
     count = ALL_TOKENS
     if params.logprobs != ALL_TOKENS:
         count = max(count_candidates(beams, num_ends), params.logprobs or 0)
-    mode = PROCESSED_LOGPROBS if beams.renormalizes else ADJUSTED_LOGPROBS
+    mode = RENORMALIZED_LOGPROBS if beams.renormalizes else ADJUSTED_LOGPROBS
     return replace(params, beams=None, n=1, logprobs=count, logprobs_mode=mode)
 
 
