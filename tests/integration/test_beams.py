@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,18 +20,12 @@ from mlx_parallm.types.beams import BeamParams
 from mlx_parallm.types.request import SamplingParams
 from tests.decoder_folders import write_words
 from tests.encoder_folders import write_golden
+from tests.golden_searches import DECODERS, differences, params_of, read_searches
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-MODELS = sorted(path.stem for path in (GOLDEN / "beams").glob("*.json"))
-# NEAR_TIE: hypotheses whose scores are nearer to each other may change places.
-NEAR_TIE = 1e-3
 
 
-def searches_of(name: str) -> list[dict[str, Any]]:
-    return json.loads((GOLDEN / "beams" / f"{name}.json").read_text(encoding="utf-8"))
-
-
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=DECODERS)
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[tuple[str, LLM]]:
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     golden = json.loads((GOLDEN / "families" / f"{name}.json").read_text(encoding="utf-8"))
@@ -39,50 +35,14 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[t
         yield name, llm
 
 
-def params_of(search: dict[str, Any]) -> SamplingParams:
-    """Return the parameters of a golden search."""
-    return SamplingParams(
-        temperature=0.0,
-        n=search["width"],
-        beams=BeamParams(
-            width=search["width"],
-            length_penalty=search["length_penalty"],
-            early_stopping=search["early_stopping"],
-        ),
-        max_tokens=search["max_new_tokens"],
-        ignore_eos=True,
-        stop_token_ids=tuple(search["eos_token_id"]),
-        min_tokens=search.get("min_new_tokens", 0),
-        repetition_penalty=search.get("repetition_penalty", 1.0),
-        no_repeat_ngram_size=search.get("no_repeat_ngram_size", 0),
-        forced_eos_id=search.get("forced_eos_token_id"),
-        logprobs=0,
-    )
-
-
-def score_of(output: Any, length_penalty: float) -> float:
-    return output.cumulative_logprob / len(output.token_ids) ** length_penalty
-
-
-def differences(search: dict[str, Any], output: RequestOutput) -> Iterator[str]:
-    """Yield how an output differs from a golden search, but for near ties."""
-    expected = [(tuple(ids), score) for ids, score in search["hypotheses"]]
-    penalty = search["length_penalty"]
-    actual = [(tuple(each.token_ids), score_of(each, penalty)) for each in output.outputs]
-    scores = [score for _, score in expected]
-    known = dict(expected)
-    for (ids, score), (right_ids, right_score) in zip(actual, expected, strict=True):
-        if abs(score - right_score) > NEAR_TIE * max(1, abs(right_score)):
-            yield f"score {score} in place of {right_score}"
-        near = [other for other in scores if abs(other - right_score) < NEAR_TIE]
-        if ids != right_ids and not (len(near) > 1 and ids in known):
-            yield f"{ids} in place of {right_ids}"
-    assert all(better >= worse - NEAR_TIE for (_, better), (_, worse) in pairwise(actual))
+def results_of(output: RequestOutput) -> list[tuple[Sequence[int], float]]:
+    """Return the tokens of each result, and the sum of their log-probabilities."""
+    return [(each.token_ids, each.cumulative_logprob or 0.0) for each in output.outputs]
 
 
 def test_beams_are_those_of_transformers(decoder: tuple[str, LLM]) -> None:
     name, llm = decoder
-    searches = searches_of(name)
+    searches = read_searches(name)
     wide = [search for search in searches if search["width"] > 1]
     outputs = llm.generate(
         [search["prompt"] for search in wide], [params_of(search) for search in wide]
@@ -90,7 +50,7 @@ def test_beams_are_those_of_transformers(decoder: tuple[str, LLM]) -> None:
     wrong = {
         number: apart
         for number, (search, output) in enumerate(zip(wide, outputs, strict=True))
-        if (apart := list(differences(search, output)))
+        if (apart := list(differences(search, results_of(output))))
     }
     assert not wrong
     assert {search["width"] for search in wide} == set(range(2, 9))
@@ -101,7 +61,7 @@ def test_one_beam_is_greedy(decoder: tuple[str, LLM]) -> None:
     # Penalties change logits for greedy rows, and log-probabilities for beams.
     searches = [
         search
-        for search in searches_of(name)
+        for search in read_searches(name)
         if search["width"] == 1 and "repetition_penalty" not in search
     ]
     params = [params_of(search) for search in searches]
@@ -113,7 +73,7 @@ def test_one_beam_is_greedy(decoder: tuple[str, LLM]) -> None:
 
 def test_greedy_samples_beside_beams_have_their_tokens(decoder: tuple[str, LLM]) -> None:
     name, llm = decoder
-    wide = [search for search in searches_of(name) if search["width"] > 4][:8]
+    wide = [search for search in read_searches(name) if search["width"] > 4][:8]
     greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     prompts = [search["prompt"] for search in wide]
     alone = llm.generate(prompts, greedy)
@@ -124,7 +84,7 @@ def test_greedy_samples_beside_beams_have_their_tokens(decoder: tuple[str, LLM])
         each.outputs[0].token_ids for each in alone
     ]
     for search, output in zip(wide, mixed[: len(wide)], strict=True):
-        assert not list(differences(search, output))
+        assert not list(differences(search, results_of(output)))
 
 
 def test_more_beams_than_kernels_report_tokens_for(decoder: tuple[str, LLM]) -> None:
@@ -172,3 +132,32 @@ def test_a_forced_end_comes_at_the_last_place_only(decoder: tuple[str, LLM]) -> 
     free = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     forced, plain = llm.generate([[5, 6, 7], [5, 6, 7]], [params, free])
     assert list(forced.outputs[0].token_ids) == [*plain.outputs[0].token_ids[:5], 2]
+
+
+def test_fewer_results_are_the_first_of_all(decoder: tuple[str, LLM]) -> None:
+    name, llm = decoder
+    search = next(search for search in read_searches(name) if search["width"] == 8)
+    params = params_of(search)
+    all_of_them, few = llm.generate([search["prompt"]] * 2, [params, replace(params, n=3)])
+    assert [each.token_ids for each in few.outputs] == [
+        each.token_ids for each in all_of_them.outputs[:3]
+    ]
+
+
+def test_normalising_again_makes_a_ban_raise_the_others(decoder: tuple[str, LLM]) -> None:
+    _, llm = decoder
+    (free,) = llm.beam_search([[5, 6, 7]], BeamSearchParams(beam_width=1, max_tokens=1))
+    best, logprob = free.sequences[0].tokens[-1], free.sequences[0].cum_logprob
+    sums = []
+    for renormalizes in (False, True):
+        params = SamplingParams(
+            temperature=0.0,
+            beams=BeamParams(width=2, renormalizes=renormalizes),
+            max_tokens=1,
+            logprobs=0,
+            logit_bias=((best, -float("inf")),),
+        )
+        (output,) = llm.generate([[5, 6, 7]], params)
+        sums.append(output.outputs[0].cumulative_logprob)
+    # What was left of the probability is all of it now.
+    assert sums[1] - sums[0] == pytest.approx(-math.log1p(-math.exp(logprob)), abs=1e-4)

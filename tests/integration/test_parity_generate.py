@@ -180,7 +180,8 @@ class Session:
             if update.prompt is not None:
                 self.cached[update.request_id] = update.prompt.num_cached_tokens
             if update.token is not None:
-                self.tokens.setdefault((update.request_id, update.index), []).append(update.token)
+                key = update.request_id, update.index
+                self.tokens.setdefault(key, []).extend((*update.earlier, update.token))
 
     def has_work(self) -> bool:
         return self.scheduler.has_work() or self.in_flight is not None

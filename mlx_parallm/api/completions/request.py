@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from mlx_parallm.api.completions.embeds import read_embeds
@@ -89,7 +90,11 @@ def _own_params(
     """Return the parameters of one prompt."""
     if not model.takes_sources:
         return params
-    return source_params(params, model, len(prompt.ids), named=body.model_fields_set)
+    params = source_params(params, model, len(prompt.ids), named=body.model_fields_set)
+    if params.beams is None or body.decoder_prompt or body.decoder_input_ids:
+        return params
+    # What the model's files force behind the start counts as generated in transformers.
+    return replace(params, beams=replace(params.beams, num_counted=len(prompt.ids) - 1))
 
 
 async def _params(
