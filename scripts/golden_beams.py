@@ -1,17 +1,19 @@
-"""A writer of what transformers' beam search finds in tiny decoders: tests/golden/beams.
+"""A writer of what transformers' beam search finds in tiny models: tests/golden/beams.
 
 Run it by hand, in an environment of its own that has torch:
 
     python3 -m venv /tmp/golden
     /tmp/golden/bin/pip install torch==2.13.0 transformers==5.23.0 safetensors numpy
-    /tmp/golden/bin/python -m scripts.golden_beams
+    /tmp/golden/bin/python -m scripts.golden_beams [--only part-of-a-name]
 
-The decoders are those of tests/golden/families. Every search has a prompt, the settings that differ
-from the defaults, and the hypotheses that it returns, best first: their tokens and scores.
+Decoders are those of tests/golden/families, encoder-decoders those of tests/golden/seq2seq. Every
+search has a prompt, which is the source of an encoder-decoder, the settings that differ from the
+defaults, and the hypotheses that it returns, best first: their tokens and scores.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 from itertools import product
@@ -26,7 +28,8 @@ from safetensors.numpy import save_file
 from tests.golden_weights import golden_weight
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
-MODELS = ("llama", "qwen3", "gpt2")
+DECODERS = ("llama", "qwen3", "gpt2")
+ENCODER_DECODERS = ("t5_v1_1", "bart", "nllb")
 NUM_PROMPTS = 20
 MAX_TOKENS = 12
 WIDTHS = range(1, 9)
@@ -44,31 +47,51 @@ FURTHER: tuple[dict[str, Any], ...] = (
     {"forced_eos_token_id": 2},
     {"eos_token_id": [2]},
 )
+SOURCE_FURTHER: tuple[dict[str, Any], ...] = (
+    {},
+    {"no_repeat_ngram_size": 2},
+    {"min_new_tokens": 5},
+    {"forced_bos_token_id": 9},
+    {"forced_eos_token_id": 2},
+    {"eos_token_id": [2]},
+    {"no_repeat_ngram_size": 2, "renormalize_logits": True},
+)
 
 
 def main() -> None:
-    """Write a file for each decoder."""
+    """Write a file for each model, or for those whose names contain ``--only``."""
+    parser = argparse.ArgumentParser(description="Golden values of beam search.")
+    parser.add_argument("--only", default="", help="a part of the names of the models")
+    only = parser.parse_args().only
     folder = GOLDEN / "beams"
     folder.mkdir(exist_ok=True)
-    for name in MODELS:
-        searches = [json.dumps(search) for search in searches_of(decoder(name))]
+    for name in (*DECODERS, *ENCODER_DECODERS):
+        if only not in name:
+            continue
+        searches = [json.dumps(search) for search in searches_of(model_of(name))]
         text = "[\n" + ",\n".join(searches) + "\n]\n"
         (folder / f"{name}.json").write_text(text, encoding="utf-8")
         print(f"{name}: {len(searches)} searches, {len(text)} bytes")
 
 
-def decoder(name: str) -> Any:
-    """Return a decoder of transformers with golden weights, in float64."""
-    golden = json.loads((GOLDEN / "families" / f"{name}.json").read_text(encoding="utf-8"))
+def model_of(name: str) -> Any:
+    """Return a model of transformers with golden weights, in float64."""
+    is_decoder = name in DECODERS
+    kind = transformers.AutoModelForCausalLM if is_decoder else transformers.AutoModelForSeq2SeqLM
+    part = "families" if is_decoder else "seq2seq"
+    golden = json.loads((GOLDEN / part / f"{name}.json").read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(golden["config"]), encoding="utf-8")
         weights = {
             key: np.asarray(golden_weight(key, shape)) for key, shape in golden["weights"].items()
         }
         save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})
-        return transformers.AutoModelForCausalLM.from_pretrained(
+        model: Any = kind.from_pretrained(
             folder, attn_implementation="eager", dtype=torch.float64
         ).eval()
+    for field in ("forced_bos_token_id", "forced_eos_token_id", "bad_words_ids"):
+        setattr(model.generation_config, field, None)
+    return model
 
 
 def prompts_of(vocab_size: int) -> list[list[int]]:
@@ -81,8 +104,9 @@ def searches_of(model: Any) -> list[dict[str, Any]]:
     """Return one search for each combination of settings; prompts and others take turns."""
     prompts = prompts_of(model.config.vocab_size)
     settings = product(WIDTHS, LENGTH_PENALTIES, EARLY_STOPPING)
+    further = SOURCE_FURTHER if model.config.is_encoder_decoder else FURTHER
     return [
-        search(model, prompts[number % NUM_PROMPTS], *each, FURTHER[number % len(FURTHER)])
+        search(model, prompts[number % NUM_PROMPTS], *each, further[number % len(further)])
         for number, each in enumerate(settings)
     ]
 
@@ -113,12 +137,14 @@ def search(
             **further,
         },
     )
+    length = 1 if model.config.is_encoder_decoder else len(prompt)
+    tokens = output.sequences.tolist()
     if width == 1:
-        tokens, scores = output.sequences.tolist(), [_greedy_score(output, prompt, length_penalty)]
+        scores = [_greedy_score(output, length, length_penalty)]
     else:
-        tokens, scores = output.sequences.tolist(), output.sequences_scores.tolist()
+        scores = output.sequences_scores.tolist()
     hypotheses = [
-        ([token for token in row[len(prompt) :] if token >= 0], round(score, 6))
+        ([token for token in row[length:] if token >= 0], round(score, 6))
         for row, score in zip(tokens, scores, strict=True)
     ]
     return {
@@ -133,12 +159,12 @@ def search(
     }
 
 
-def _greedy_score(output: Any, prompt: list[int], length_penalty: float) -> float:
+def _greedy_score(output: Any, prompt_len: int, length_penalty: float) -> float:
     """Return the score of a search with one beam, which transformers does greedily.
 
     Its logits are processed before they become log-probabilities.
     """
-    chosen = output.sequences[0, len(prompt) :].tolist()
+    chosen = output.sequences[0, prompt_len:].tolist()
     logs = [torch.log_softmax(step[0], -1) for step in output.scores]
     total = sum(log[token].item() for log, token in zip(logs, chosen, strict=True))
     return total / len(chosen) ** length_penalty
