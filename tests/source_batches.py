@@ -54,7 +54,9 @@ from mlx_parallm.worker.ops import (
     Op,
     Pending,
     PutTensors,
+    ReadBlocks,
     Step,
+    WriteBlocks,
 )
 from mlx_parallm.worker.weights.loader import LoadedModel
 
@@ -192,6 +194,10 @@ class OneModel:
                 return self.runner.begin_inputs(op, [self._tensors[each] for each in op.handles])
             case DropInputs():
                 self.runner.drop_inputs(op.slots)
+            case ReadBlocks():
+                return self.runner.read_blocks(op.blocks)
+            case WriteBlocks():
+                return self.runner.write_blocks(op.blocks, op.data)
             case _:
                 raise AssertionError(op)
         return Done(None)

@@ -170,6 +170,14 @@ def test_a_source_that_is_not_finite_fails_alone_and_leaves_nothing_behind(atten
     for _ in range(requests[0].num_tokens):
         note(batch.submit([batch.row(heir)]).wait(), {100: heir})
     assert_same([heir.answer], expected[:1])
+    # So does one whose KV a store had: its first block is that of the bad source.
+    read = batch.runner.read_blocks(others[1].source_blocks[:1]).wait()
+    batch.runner.write_blocks(first.source_blocks[:1], read).wait()
+    blocks = (first.source_blocks[0], *others[1].source_blocks[1:])
+    heir = Running(requests[1], 101, blocks, first.blocks)
+    for _ in range(requests[1].num_tokens):
+        note(batch.submit([batch.row(heir)]).wait(), {101: heir})
+    assert_same([heir.answer], expected[1:2])
 
 
 def test_quantised_kv_gives_a_batch_what_each_request_gets_alone() -> None:

@@ -96,7 +96,7 @@ class SourceSession(Session):
             params=SamplingParams(**options),
             inputs=(source_of(source),),
         )
-        self.scheduler.add(request, seed=0, end_ids=frozenset())
+        self.scheduler.add(request, seed=0, end_ids=frozenset(), weights=self.weights)
 
 
 @cache

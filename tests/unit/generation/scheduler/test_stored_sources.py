@@ -166,6 +166,38 @@ def test_a_source_that_cannot_be_read_whole_is_encoded(kind: str) -> None:
     assert not store.fetches or kind != "evicted"
 
 
+def test_a_decoder_prompt_of_another_source_is_not_found() -> None:
+    store = DictStore()
+    first = process(store)
+    first.add_source("a", SOURCE, PROMPT, max_tokens=2)
+    first.drain()
+    harness = process(store)
+    harness.add_source("b", OTHER, PROMPT)
+    harness.drain()
+    assert (harness.sources.num_encoded, harness.sources.num_filled) == (1, 0)
+
+
+def test_blocks_that_could_not_be_saved_are_not_found() -> None:
+    store = DictStore()
+    harness = process(store)
+    harness.add_source("a", LONG, max_tokens=2)
+    assert harness.tiers is not None
+    harness.tiers.piece = harness.tiers.alone_piece = NUM_LONG - 3
+    while not (batch := harness.schedule()) or not batch.moves.saved:
+        if batch is not None:
+            harness.run(batch)
+    harness.run(batch)
+    harness.step(raises=True)
+    harness.drain()
+    assert len(store.blocks) == NUM_LONG - 3
+    again = process(store)
+    again.add_source("a", LONG, max_tokens=2)
+    again.drain()
+    assert (again.sources.num_encoded, again.sources.num_filled) == (1, 0)
+    # The store gets what it lacks.
+    assert len(store.blocks) == NUM_LONG
+
+
 def test_what_memory_has_in_part_is_read_whole() -> None:
     store = DictStore()
     harness = process(store, num_blocks=19)
