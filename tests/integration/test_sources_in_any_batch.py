@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mlx_parallm.generation.device_runner import DeviceRunner
 from mlx_parallm.generation.inputs.prompt_inputs import PromptInputs
 from mlx_parallm.generation.scheduler.sources import SourceCache, SourceProduct
+from mlx_parallm.types.beams import BeamParams
 from mlx_parallm.types.model_input import source_of
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.step import SourceTable
@@ -197,6 +198,26 @@ def test_a_source_is_encoded_once(n: int, again: bool) -> None:
     assert session.scheduler.stats().sources_computed == 1
     for index in range(n):
         assert session.result("r0", index).tokens == alone("reference", 7)[0]
+
+
+def test_beams_share_one_source_and_are_those_alone() -> None:
+    beams = BeamParams(width=4)
+    alone_session = SourceSession("reference", budget=1024)
+    alone_session.ask("r0", 7, n=4, beams=beams)
+    alone_session.finish()
+    assert alone_session.scheduler.stats().sources_computed == 1
+    session = SourceSession("reference", num_blocks=SMALL)
+    session.ask("r0", 7, n=4, beams=beams)
+    for number in (0, 3, 5):
+        session.step()
+        session.ask(f"r{number + 1}", number)
+    session.finish()
+    for index in range(4):
+        tokens = session.result("r0", index).tokens
+        assert tokens == alone_session.result("r0", index).tokens
+        assert len(tokens) == NEW_TOKENS
+    assert not differs(session, {f"r{number + 1}": number for number in (0, 3, 5)}, "reference")
+    assert_nothing_is_lost(session)
 
 
 def _no_source_in_the_salt(patch: pytest.MonkeyPatch) -> None:
