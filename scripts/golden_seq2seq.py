@@ -28,6 +28,7 @@ import torch  # pyright: ignore[reportMissingImports]
 import transformers
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from scripts.golden_encoders import lines, numbers
 from scripts.golden_seq2seq_cases import SEQ2SEQ_CASES, Seq2SeqCase
@@ -38,6 +39,9 @@ FOLDER = Path(__file__).parent.parent / "tests" / "golden" / "seq2seq"
 #: ``LENGTHS``: tokens of a source, and those of the decoder prompt behind its start.
 LENGTHS = ((1, 2), (5, 0), (40, 6), (300, 1))
 NEW_TOKENS = 64
+#: ``BUCKETS``: numbers of buckets and longest distances, of released models and others.
+BUCKETS = ((32, 128), (32, 256), (64, 128), (16, 128), (12, 20), (8, 1000), (32, 64), (48, 384))
+FARTHEST = 1100
 #: ``MARGIN``: how far the second best logit is from the best at least, in tolerances.
 MARGIN = 2.0
 #: ``DISTINCT``: different tokens among the new ones that suffice; else the seed counts that makes
@@ -52,11 +56,38 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of the names of the cases to write")
     only = parser.parse_args().only
     FOLDER.mkdir(parents=True, exist_ok=True)
+    edges = json.dumps(bucket_edges())
+    (FOLDER.parent / "relative_buckets.json").write_text(f"{edges}\n", encoding="utf-8")
     for case in SEQ2SEQ_CASES:
         if only in case.name:
             text = lines(golden_values(case))
             (FOLDER / f"{case.name}.json").write_text(text, encoding="utf-8")
             print(f"{case.name}: {len(text)} bytes")
+
+
+def bucket_edges() -> list[dict[str, Any]]:
+    """Return where the buckets of T5's biases change, for several settings."""
+    rows: list[dict[str, Any]] = []
+    distances = torch.arange(-FARTHEST, FARTHEST + 1)
+    for buckets, farthest in BUCKETS:
+        for is_causal in (False, True):
+            in_order = T5Attention._relative_position_bucket(
+                distances, not is_causal, buckets, farthest
+            ).tolist()
+            edges = [
+                [int(distances[place]), bucket]
+                for place, bucket in enumerate(in_order)
+                if place == 0 or bucket != in_order[place - 1]
+            ]
+            rows.append(
+                {
+                    "relative_attention_num_buckets": buckets,
+                    "relative_attention_max_distance": farthest,
+                    "is_causal": is_causal,
+                    "edges": edges,
+                }
+            )
+    return rows
 
 
 def golden_values(case: Seq2SeqCase) -> dict[str, Any]:
