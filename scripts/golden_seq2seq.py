@@ -40,7 +40,11 @@ FOLDER = Path(__file__).parent.parent / "tests" / "golden" / "seq2seq"
 LENGTHS = ((1, 2), (5, 0), (40, 6), (300, 1))
 NEW_TOKENS = 64
 #: ``BUCKETS``: numbers of buckets and longest distances, of released models and others.
-BUCKETS = ((32, 128), (32, 256), (64, 128), (16, 128), (12, 20), (8, 1000), (32, 64), (48, 384))
+BUCKETS = (
+    *((32, 128), (32, 256), (64, 128), (16, 128), (12, 20), (8, 1000), (32, 64), (48, 384)),
+    # Here exact logarithms put a distance into another bucket.
+    *((9, 128), (18, 128), (10, 160), (20, 160)),
+)
 FARTHEST = 1100
 #: ``MARGIN``: how far the second best logit is from the best at least, in tolerances.
 MARGIN = 2.0
