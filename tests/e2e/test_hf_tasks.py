@@ -219,7 +219,8 @@ def test_sentence_similarity(server: ServerProcess) -> None:
         ("", {"inputs": "a", "dimensions": 5}, 400, "dimensions"),
         ("/models/none", {"inputs": "a"}, 404, "model"),
         ("/models/none/pipeline/ner", {"inputs": "a"}, 404, "model"),
-        ("/pipeline/summarization", {"inputs": "a"}, 400, "task"),
+        ("/pipeline/summarization", {"inputs": "a"}, 400, "model"),
+        ("/pipeline/speaking", {"inputs": "a"}, 400, "task"),
         (f"/pipeline/fill-mask/{EMBEDDER}", {"inputs": "a"}, 400, "model"),
     ],
 )

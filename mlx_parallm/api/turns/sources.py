@@ -124,7 +124,8 @@ def read_source(
             limit=limit,
         )
     else:
-        _check_ids(form.param, source, model.info.vocab_size)
+        info = model.info
+        _check_ids(form.param, source, info.source_vocab_size or info.vocab_size)
         ids = sides.cut_source(source, limit)
     if not ids:
         raise InvalidRequestError("The source has no tokens.", param=form.param)

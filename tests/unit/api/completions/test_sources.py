@@ -199,6 +199,16 @@ def test_bad_input(
     assert engine.submitted.empty()
 
 
+def test_a_source_may_have_a_vocabulary_of_its_own() -> None:
+    engine = FakeSeq2Seq(seq2seq_model(source_vocab_size=300))
+    with serve_fake(engine) as url:
+        ask(url, {"prompt": [299]})
+        assert source_ids(taken(engine).inputs[0]) == [299]
+        body = {"model": NAME, "prompt": [300]}
+        error = httpx2.post(url + PATH, json=body).json()["error"]
+    assert "300; this model's ids are 0 to 299" in error["message"]
+
+
 def test_languages_to_a_model_without_are_refused() -> None:
     with serve_fake(FakeSeq2Seq(seq2seq_model(has_languages=False))) as url:
         body = {"model": NAME, "prompt": "a", "src_lang": "en", "tgt_lang": "de"}
