@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.generation.kv_cache.stores import BlockStore
+from mlx_parallm.generation.kv_cache.host_store import HostStore
+from mlx_parallm.generation.kv_cache.stores import BlockStore, StoredBlock
 from mlx_parallm.types.request import PolicyWeights, WeightsVersion
 from tests.block_simulator import PLAIN
 from tests.dict_store import DictStore
@@ -164,6 +165,48 @@ def test_a_source_that_cannot_be_read_whole_is_encoded(kind: str) -> None:
     # What is not there as a whole is not read.
     assert store.fetches or kind != "corrupt"
     assert not store.fetches or kind != "evicted"
+
+
+def test_a_source_is_encoded_if_that_is_faster_than_reading_it() -> None:
+    store = filled_store(SOURCE, LONG, holds_back=True)
+    harness = process(store)
+    harness.add_source("measures", OTHER)
+    harness.drain()
+    harness.add_source("late", SOURCE)
+    assert harness.step() is None
+    # Encoding its tokens takes 2 ms each.
+    harness.now_s += 2e-3 * len(SOURCE) - 1e-3
+    assert harness.step() is None
+    harness.now_s += 5.0
+    harness.drain()
+    assert harness.sources.num_encoded == 2
+    assert len(store.fetches) == 1
+    harness.add_source("not read", LONG)
+    harness.drain()
+    assert harness.sources.num_encoded == 3
+    assert len(store.fetches) == 1
+    assert harness.tiers is not None
+    assert harness.tiers.stats().num_late == 1
+
+
+def test_a_source_is_read_from_all_stores_that_have_parts_of_it() -> None:
+    far = filled_store(LONG)
+    near = HostStore(1 << 20)
+    parent = b""
+    for number, (content, data) in enumerate(list(far.blocks.items())):
+        if number < NUM_LONG // 2:
+            near.put(StoredBlock(content=content, parent=parent, data=data))
+            parent = content
+            del far.blocks[content]
+    harness = SourceHarness(stores=[near, far])
+    harness.add_source("a", LONG, max_tokens=2)
+    harness.drain()
+    assert (harness.sources.num_encoded, harness.sources.num_filled) == (0, NUM_LONG)
+    assert harness.tiers is not None
+    hits = {tier.tier: tier.hit_tokens for tier in harness.tiers.stats().tiers}
+    assert hits == {"host": NUM_LONG // 2 * SIZE, "dict": len(LONG) - NUM_LONG // 2 * SIZE}
+    # Each store has all of it then.
+    assert len(far.blocks) == near.stats.num_blocks == NUM_LONG
 
 
 def test_a_decoder_prompt_of_another_source_is_not_found() -> None:
