@@ -282,3 +282,41 @@ def test_the_leader_prefills_what_all_beams_share_once() -> None:
     assert batch is not None
     assert {row.start for row in batch.sequences} <= {20, 21}
     harness.drain()
+
+
+def test_no_token_is_computed_twice() -> None:
+    # Each beam was a request of one token in vLLM (issue 8306), and looked all up again.
+    harness = SchedulerHarness(num_blocks=80, caching=False, config=SchedulerConfig(max_num_seqs=8))
+    harness.add(beam_request("beams", length=9, width=5, ignore_eos=True))
+    harness.drain()
+    sizes = [[len(row.token_ids) for row in batch.sequences] for batch in harness.batches]
+    assert sizes == [[9], *[[1] * 5] * 7]
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_a_search_without_an_end_ends_at_its_length(early_stopping: Any) -> None:
+    # vLLM went on for ever (issue 7965).
+    harness = SchedulerHarness(num_blocks=80, max_model_len=20)
+    params = SamplingParams(
+        temperature=0.0,
+        n=2,
+        beams=BeamParams(width=2, early_stopping=early_stopping),
+        ignore_eos=True,
+    )
+    request = GenerateRequest(request_id="a", model="m", prompt_ids=TEXTS[0][:9], params=params)
+    harness.add(request)
+    tracked = harness.tracked["a"]
+    harness.drain()
+    assert [len(tokens) for tokens in tracked.outputs.values()] == [11, 11]
+
+
+def test_a_weight_update_during_forks_loses_no_beam() -> None:
+    harness = RecordingHarness(num_blocks=80, config=SchedulerConfig(max_num_seqs=8))
+    harness.add(beam_request("beams", width=5, ignore_eos=True))
+    for step in range(7):
+        harness.step()
+        harness.weights.base.version = WeightsVersion(content=str(step), label=str(step))
+        harness.scheduler.refresh_weights()
+        harness.scheduler.check_integrity()
+    harness.drain()
+    assert {each.index for each in harness.updates if each.token} == set(range(5))
