@@ -101,6 +101,31 @@ def test_a_run_may_be_computed_beside_steps_whose_tokens_are_pending() -> None:
     )
 
 
+@pytest.mark.parametrize("attention", [ReferenceAttention, AheadAttention])
+def test_the_next_step_fails_if_the_device_could_not_write_a_source(
+    attention: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = Batch(new_runner(tiny_t5(), attention(BLOCK_SIZE)))
+    first = batch.start(request_of(1))
+    batch.submit([], stages=(batch.stages([first]),))
+    step = batch.submit([batch.row(first)])
+    if attention is ReferenceAttention:
+        # What is computed at once has failed before.
+        assert not batch.runner.inputs.take_begun()
+        return
+    assert isinstance(step, ModelStep)
+    begun = [id(array) for array in step._features]
+    assert begun
+
+    def wait(*arrays: list[mx.array]) -> None:
+        if any(id(array) in begun for each in arrays for array in each):
+            raise RuntimeError("no memory")
+
+    monkeypatch.setattr(mx, "eval", wait)
+    with pytest.raises(RuntimeError, match="no memory"):
+        step.wait()
+
+
 class FailingStages:
     """Stages of a model's encoder, one of which raises an error."""
 
