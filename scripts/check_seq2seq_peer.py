@@ -20,7 +20,10 @@ def main() -> None:
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
         folder, **({"src_lang": source} if source else {})
     )
-    forced = {"forced_bos_token_id": _language(tokenizer, target)} if target else {}
+    # Decoder tokens of the first mBART begin with the language.
+    has_start = model.generation_config.decoder_start_token_id is not None
+    name = "forced_bos_token_id" if has_start else "decoder_start_token_id"
+    forced = {name: _language(tokenizer, target)} if target else {}
     options = {"max_new_tokens": content["new_tokens"], **forced}
     answers = [_answer(model, tokenizer, text, options) for text in content["texts"]]
     Path(output).write_text(json.dumps(answers), encoding="utf-8")
