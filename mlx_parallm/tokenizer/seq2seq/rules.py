@@ -16,6 +16,7 @@ from mlx_parallm.models.checkpoints.encoder_decoders import (
     target_vocab_size,
 )
 from mlx_parallm.tokenizer.seq2seq.fields import Fields
+from mlx_parallm.types.beams import MAX_BEAMS, MAX_LENGTH_PENALTY
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.json_values import is_list
 
@@ -210,6 +211,11 @@ def _defaults(fields: Fields, prefix: str) -> TaskDefaults:
     if most is not None and defaults.least_tokens(0) > most:
         name = "min_length" if defaults.min_new_tokens is None else "min_new_tokens"
         raise fields.error(name, f"must be at most the {most} tokens of the longest output")
+    if defaults.num_beams > MAX_BEAMS:
+        raise fields.error("num_beams", f"must be at most {MAX_BEAMS}")
+    if abs(defaults.length_penalty) > MAX_LENGTH_PENALTY:
+        bound = f"{MAX_LENGTH_PENALTY:g}"
+        raise fields.error("length_penalty", f"must be between -{bound} and {bound}")
     return defaults
 
 

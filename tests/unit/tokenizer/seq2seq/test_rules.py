@@ -164,6 +164,16 @@ def test_lengths_that_contradict_each_other(tmp_path: Path, fields: dict[str, An
         read(tmp_path, fields=fields)
 
 
+@pytest.mark.parametrize("task", [None, "summarization"])
+@pytest.mark.parametrize("fields", [{"num_beams": 65}, {"length_penalty": -10.5}])
+def test_beams_that_no_search_has(tmp_path: Path, fields: dict[str, Any], task: str | None) -> None:
+    (name,) = fields
+    if task is not None:
+        fields = {"task_specific_params": {task: fields}}
+    with pytest.raises(ModelLoadError, match=rf"config\.json: {name} is "):
+        read(tmp_path, fields=fields)
+
+
 def test_no_start_at_all(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="no decoder_start_token_id"):
         read(tmp_path, decoder_start_token_id=None)
