@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,7 +15,9 @@ from mlx_parallm.generation.kv_cache.stores import BlockStore, StoredBlock
 from mlx_parallm.types.request import PolicyWeights, WeightsVersion
 from tests.block_simulator import PLAIN
 from tests.dict_store import DictStore
+from tests.kv_disk import Disk
 from tests.source_harness import SourceHarness
+from tests.unit.generation.scheduler.test_stored_mixes import tear
 
 SIZE = 4
 #: ``SOURCE`` ends with a block that is full in part.
@@ -525,5 +528,49 @@ class Mix:
 
 
 def test_every_history_over_stores_gives_what_each_request_gets_alone() -> None:
-    seen = sum((Mix(seed).run() for seed in range(60)), Counter[str]())
+    seen = sum((Mix(seed).run() for seed in range(30)), Counter[str]())
     assert min(seen[name] for name in ("hits", "filled", "encoded", "preempted")) > 50
+
+
+def run_over_a_folder(source: Random, disk: Disk) -> SourceHarness:
+    """Run a process over a folder whose files are damaged, and end or kill it."""
+    store = disk.open(40_000)
+    stores: list[BlockStore] = [store]
+    if source.random() < 0.4:
+        stores.insert(0, HostStore(source.choice([2_000, 1 << 20])))
+    harness = SourceHarness(stores=stores, num_blocks=source.choice([36, 60]))
+    for number in range(12):
+        harness.add_source(
+            f"{number}",
+            source.choice([SOURCE, LONG, OTHER, (7,)]),
+            PROMPT[: source.choice([1, 9, 23])],
+            max_tokens=source.choice([0, 3]),
+        )
+        for _ in range(source.randint(0, 6)):
+            harness.step(raises=source.random() < 0.04)
+            disk.clock.pass_s(source.choice([0.0, 0.1, 0.6]))
+            store.turn()
+        if source.random() < 0.1:
+            tear(source, disk)
+    while harness.scheduler.has_work():
+        harness.step()
+        disk.clock.pass_s(0.1)
+        store.turn()
+    harness.drain()
+    if source.random() < 0.3:
+        disk.kill(store)
+    else:
+        store.close()
+    return harness
+
+
+def test_sources_over_folders_that_are_damaged(tmp_path: Path) -> None:
+    seen = Counter[str]()
+    for seed in range(10):
+        disk, source = Disk(tmp_path / str(seed)), Random(seed)
+        for _ in range(4):
+            harness = run_over_a_folder(source, disk)
+            seen["filled"] += harness.sources.num_filled
+            seen["encoded"] += harness.sources.num_encoded
+            tear(source, disk)
+    assert min(seen["filled"], seen["encoded"]) > 50
