@@ -80,7 +80,7 @@ def on_cpu(args: argparse.Namespace) -> int:
         own.append(measure(model, "rates", args, **job))
         report("mlx_parallm", own[-1], args)
         if args.reference_python:
-            peer.append(measure_peer(model, args, own[-1]["job"]))
+            peer.append(measure_peer(model, args, own[-1]))
             report("CTranslate2", peer[-1], args)
     checks = cpu_checks(own, peer, args)
     return conclude("seq2seq", checks, {"own": own, "ctranslate2": peer, "threads": args.threads})
@@ -154,11 +154,12 @@ def measure(model: Path, part: str, args: argparse.Namespace, **job: Any) -> Fig
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure_peer(model: Path, args: argparse.Namespace, job: Figures) -> Figures:
-    """Return the figures of CTranslate2 for the sources of a job."""
+def measure_peer(model: Path, args: argparse.Namespace, own: Figures) -> Figures:
+    """Return the figures of CTranslate2 for the sources of a measurement."""
+    job = own["job"] | {"sources": own["sources"], "threads": args.threads}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job.json"
-        file.write_text(json.dumps(job | {"threads": args.threads}))
+        file.write_text(json.dumps(job))
         script = Path(__file__).with_name("seq2seq_reference.py")
         done = subprocess.run(
             [args.reference_python, str(script), str(model), str(file)],

@@ -219,6 +219,7 @@ def rates(bench: Bench) -> dict[str, Any]:
         "batch": batch.figures(),
         "alone": {name: sum(each[name] for each in alone) for name in alone[0]},
         "equal": [tokens[place] in run.tokens.values() for place, run in enumerate(singles)],
+        "sources": sources,
         "tokens": tokens,
         "gap_ms": percentile(batch.gaps_ms, 50),
         **floor(bench),

@@ -52,14 +52,18 @@ def measure(converted: Path, model: Path, job: dict[str, Any]) -> dict[str, Any]
                 max_decoding_length=count,
                 disable_unk=False,
             )
-        spent = {"wall_s": time.perf_counter() - started, "cpu_s": time.process_time() - busy}
+        spent = {
+            "wall_s": time.perf_counter() - started,
+            "cpu_s": time.process_time() - busy,
+            "tokens": sum(len(each.hypotheses[0]) for each in results),
+        }
         places = {word: number for number, word in enumerate(vocabulary)}
         return spent, [[places[word] for word in each.hypotheses[0]] for each in results]
 
     run(job["sources"][:1])
     batch, tokens = run(job["sources"])
     singles = [run([source]) for source in job["sources"][: job["alone"]]]
-    alone = {name: sum(spent[name] for spent, _ in singles) for name in ("wall_s", "cpu_s")}
+    alone = {name: sum(spent[name] for spent, _ in singles) for name in batch}
     return {
         "version": ctranslate2.__version__,
         "batch": batch,

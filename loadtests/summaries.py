@@ -36,15 +36,32 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Some requests: their answers, None where one failed, and the seconds that they took."""
+    """Some requests.
+
+    Attributes:
+        answers: theirs, None where one failed.
+        seconds: that they took.
+        processor_s: processor seconds of the server.
+    """
 
     answers: list[Answer | None]
     seconds: float
+    processor_s: float
 
     @property
     def tokens_per_s(self) -> float:
         """Output tokens of all answers per second."""
-        return sum(answer.output_tokens for answer in self.answers if answer) / self.seconds
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_processor_s(self) -> float:
+        """Output tokens per processor second, which other work of a machine changes less."""
+        return self.tokens / self.processor_s
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens of all answers."""
+        return sum(answer.output_tokens for answer in self.answers if answer)
 
 
 def main() -> int:
@@ -93,6 +110,7 @@ def run(server: Server, bodies: Sequence[dict[str, Any]], args: argparse.Namespa
     load = send(server, bodies, args.clients)
     print(f"{args.clients} clients: {load.tokens_per_s:.1f} tokens/s", flush=True)
     pairs = list(zip(alone.answers, load.answers, strict=False))
+    gain = load.tokens_per_processor_s / alone.tokens_per_processor_s
     cut = run_all(lambda body: _leave(server, body), bodies[: args.clients], args.clients)
     left = wait_until_idle(server)
     after = send(server, bodies[:1], 1)
@@ -103,6 +121,7 @@ def run(server: Server, bodies: Sequence[dict[str, Any]], args: argparse.Namespa
         Check("one client: tokens/s", alone.tokens_per_s),
         Check(f"{args.clients} clients: tokens/s", load.tokens_per_s),
         Check("clients over one", load.tokens_per_s / alone.tokens_per_s, ">=", LEAST),
+        Check("clients over one, by the server's processor time", gain),
         Check("connections cut in the middle of an answer", sum(cut), "==", len(cut)),
         *(Check(f"{name} after them", left[name], "==", 0) for name in LEFT_BEHIND),
         Check("the next answer is right", after.answers[0] == load.answers[0], "==", 1),
@@ -111,9 +130,9 @@ def run(server: Server, bodies: Sequence[dict[str, Any]], args: argparse.Namespa
 
 def send(server: Server, bodies: Sequence[dict[str, Any]], clients: int) -> Round:
     """Send requests by some clients, each with one request at a time."""
-    started = time.perf_counter()
+    started, busy = time.perf_counter(), server.processor_s()
     answers = run_all(lambda body: _ask(server, body), bodies, clients)
-    return Round(answers, time.perf_counter() - started)
+    return Round(answers, time.perf_counter() - started, server.processor_s() - busy)
 
 
 def run_all(
