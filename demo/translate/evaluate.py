@@ -14,6 +14,7 @@ from demo.translate.batches import padded
 from demo.translate.items import DIGITS, DIRECTIONS, KINDS, Direction, Value, draw, texts
 from demo.translate.network import TrainedT5, load_model
 from demo.translate.vocabulary import EOS_ID, PAD_ID
+from mlx_parallm.demo_models.folders import DEMO_FOLDERS
 
 BATCH = 256
 MAX_TOKENS = 24
@@ -87,7 +88,7 @@ def report(model: TrainedT5, tokenizer: Tokenizer, options: argparse.Namespace) 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, default=DEMO_FOLDERS["demo:translate"])
     parser.add_argument("--limit", type=int, default=1000, help="values of each kind")
     parser.add_argument("--show", type=int, default=0, help="wrong translations to print of each")
     parser.add_argument("--seed", type=int, default=0)

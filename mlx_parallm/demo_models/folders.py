@@ -9,10 +9,11 @@ from mlx_parallm.types.errors import ModelLoadError
 DEMO_NAME = "mlx-parallm-demo"
 PREFIX = "demo:"
 _PACKAGE = Path(__file__).resolve().parent
+DEMOS = ("mlm", "sentiment", "embed", "reward", "see", "translate")
 DEMO_FOLDER = _PACKAGE / "chat"
 DEMO_FOLDERS = {
     DEMO_NAME: DEMO_FOLDER,
-    **{PREFIX + name: _PACKAGE / name for name in ("mlm", "sentiment", "embed", "reward", "see")},
+    **{PREFIX + name: _PACKAGE / name for name in DEMOS},
 }
 
 

@@ -16,7 +16,15 @@ import pytest
 from tests.documentation import PageRunner, indented_code, read_blocks
 from tests.server_process import ROOT, ServerProcess
 
-MODELS = ("mlx-parallm-demo", "demo:mlm", "demo:sentiment", "demo:embed", "demo:reward", "demo:see")
+MODELS = (
+    "mlx-parallm-demo",
+    "demo:mlm",
+    "demo:sentiment",
+    "demo:embed",
+    "demo:reward",
+    "demo:see",
+    "demo:translate",
+)
 FOLDERS = (
     ".",
     "docs",
