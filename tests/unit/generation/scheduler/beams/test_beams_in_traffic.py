@@ -320,3 +320,19 @@ def test_a_weight_update_during_forks_loses_no_beam() -> None:
         harness.scheduler.check_integrity()
     harness.drain()
     assert {each.index for each in harness.updates if each.token} == set(range(5))
+
+
+def test_beams_start_with_blocks_for_all_of_them_or_wait() -> None:
+    harness = SchedulerHarness(num_blocks=11, config=SchedulerConfig(max_num_seqs=8))
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    harness.add(
+        GenerateRequest(request_id="greedy", model="m", prompt_ids=TEXTS[1][:25], params=params)
+    )
+    harness.step()
+    # 4 blocks are free: 3 for the prompt, but only one for the forks of two further beams.
+    harness.add(beam_request("beams", length=9, max_tokens=4))
+    batch = harness.step()
+    assert batch is not None
+    assert len(batch.sequences) == 1
+    harness.drain()
+    assert harness.scheduler.stats().num_preemptions == 0
