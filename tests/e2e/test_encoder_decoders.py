@@ -165,6 +165,16 @@ def test_hugging_faces_client(server: ServerProcess, alone: dict[str, str]) -> N
     assert answers == [{"summary_text": alone[source]}, {"summary_text": alone[SOURCES[0]]}]
 
 
+def test_beams_of_a_task_share_a_source(server: ServerProcess) -> None:
+    runs = "vllm:source_encoder_runs_total"
+    before = server.metric(runs)
+    beams = {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 6}
+    body = {"inputs": "t410 t411 t412", "parameters": beams}
+    texts = post(server, f"/pipeline/translation/{NAME}", body).json()
+    assert len({text["translation_text"] for text in texts}) == 3
+    assert server.metric(runs) == before + 1
+
+
 def test_languages(server: ServerProcess) -> None:
     """Each language begins its own output, and the source's changes the source."""
     client = InferenceClient(f"{server.url}/models/{LANGUAGES}")
