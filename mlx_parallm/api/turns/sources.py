@@ -193,8 +193,12 @@ def source_params(
         least = max(min(defaults.least_tokens(prompt_len), room if most is None else most), 0)
     banned = tuple((token_id, -math.inf) for token_id in rules.banned_ids)
     forced = None if params.ignore_eos else next(iter(rules.forced_eos_ids), None)
+    beams = params.beams
+    if beams is not None:
+        beams = replace(beams, renormalizes=defaults.renormalize_logits)
     return replace(
         params,
+        beams=beams,
         max_tokens=most,
         min_tokens=least,
         forced_eos_id=forced,

@@ -177,7 +177,6 @@ class _Task:
             early_stopping=defaults.early_stopping,
             # transformers generates what stands behind the start token, forced tokens too.
             num_counted=prompt_len - 1,
-            renormalizes=defaults.renormalize_logits,
         )
 
 
