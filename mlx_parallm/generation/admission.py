@@ -137,20 +137,8 @@ def fitted(request: GenerateRequest, room: StepRoom) -> GenerateRequest:
         InvalidRequestError: no step can hold the rows of an input that must not be cut, or all
             beams.
     """
-    for each in request.inputs:
-        if each.span and not each.may_cut and len(each.span) > room.token_budget:
-            raise InvalidRequestError(
-                f"An input has {len(each.span)} rows, which one step must hold; this server's "
-                f"steps have {room.token_budget} tokens (--max-num-batched-tokens).",
-                param=each.kind.value,
-            )
+    _check_step(request, room)
     params, prompt_len = request.params, len(request.prompt_ids)
-    if params.num_sequences > room.num_slots and params.beams is not None:
-        raise InvalidRequestError(
-            f"{params.beams.width} beams run side by side, and this server runs at most "
-            f"{room.num_slots} sequences of a client.",
-            param="beam_width",
-        )
     needed = prompt_len + (1 if params.max_tokens is None else params.max_tokens)
     source_len = num_source_tokens(request.inputs)
     num_blocks = room.num_blocks - -(-source_len // room.block_size)
@@ -169,6 +157,24 @@ def fitted(request: GenerateRequest, room: StepRoom) -> GenerateRequest:
     if not has_end or params.max_tokens is not None:
         return request
     return replace(request, params=replace(params, max_tokens=longest - prompt_len))
+
+
+def _check_step(request: GenerateRequest, room: StepRoom) -> None:
+    """Refuse what no step can hold: rows of an input that must not be cut, or all beams."""
+    for each in request.inputs:
+        if each.span and not each.may_cut and len(each.span) > room.token_budget:
+            raise InvalidRequestError(
+                f"An input has {len(each.span)} rows, which one step must hold; this server's "
+                f"steps have {room.token_budget} tokens (--max-num-batched-tokens).",
+                param=each.kind.value,
+            )
+    beams = request.params.beams
+    if beams is not None and request.params.num_sequences > room.num_slots:
+        raise InvalidRequestError(
+            f"{beams.width} beams run side by side, and this server runs at most "
+            f"{room.num_slots} sequences of a client.",
+            param="beam_width",
+        )
 
 
 def _longest_beam(prompt_len: int, beams: BeamParams, num_blocks: int, block_size: int) -> int:

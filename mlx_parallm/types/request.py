@@ -113,8 +113,7 @@ ALL_TOKENS = -1
 RAW_LOGPROBS = "raw_logprobs"
 PROCESSED_LOGPROBS = "processed_logprobs"
 LOGPROBS_MODES = (RAW_LOGPROBS, PROCESSED_LOGPROBS)
-#: ``ADJUSTED_LOGPROBS``: the model's log-probabilities after masks, biases and penalties, which are
-#: not normalised again. Beams add these up, as in transformers.
+#: ``ADJUSTED_LOGPROBS``: log-probabilities after masks, biases and penalties, not normalised again.
 ADJUSTED_LOGPROBS = "adjusted_logprobs"
 #: ``RENORMALIZED_LOGPROBS``: likewise, normalised again: ``renormalize_logits`` of transformers.
 RENORMALIZED_LOGPROBS = "renormalized_logprobs"

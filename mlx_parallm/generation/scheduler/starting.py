@@ -48,16 +48,9 @@ class Starter:
         if self._running.num_free_slots < self._running.num_needed(sequence):
             return False
         sequence.group.refresh_weights()
-        reusable = sequence.group.num_reusable
-        use_cache = reusable > 0
-        known = sequence.token_ids
-        if sequence.fork_at:
-            # A state that is found is the sequence's only once a row of it has run.
-            reusable = min(reusable, sequence.fork_at - self._beams.has_state)
-        if use_cache and reusable < len(known):
-            known = known[: reusable + 1]
+        known = self._known(sequence)
         is_cached = sequence.group.weights.is_cached
-        use_cache = use_cache and is_cached
+        use_cache = sequence.group.num_reusable > 0 and is_cached
         table = self._new_table(sequence, known, use_cache=use_cache)
         if not is_cached:
             self._kv.withhold(table)
@@ -76,6 +69,16 @@ class Starter:
             self._restorer.take(sequence, known)
         self._count_prefix(sequence, use_cache=use_cache)
         return True
+
+    def _known(self, sequence: Sequence) -> list[int]:
+        """Return those tokens of a sequence that may be cached, and one more."""
+        reusable, known = sequence.group.num_reusable, sequence.token_ids
+        if reusable <= 0:
+            return known
+        if sequence.fork_at:
+            # A state that is found is the sequence's only once a row of it has run.
+            reusable = min(reusable, sequence.fork_at - self._beams.has_state)
+        return known[: reusable + 1] if reusable < len(known) else known
 
     def _awaits(
         self, sequence: Sequence, table: BlockTable, known: list[int], *, use_cache: bool
