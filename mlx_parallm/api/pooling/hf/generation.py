@@ -221,7 +221,11 @@ async def run_generation(
         )
         grammar = await _grammar(parameters, model)
         own_task = _Task(
-            name=task, texts=texts, parameters=parameters, stream=body.stream, grammar=grammar
+            name=task,
+            texts=texts,
+            parameters=_with_pair(parameters, task, model),
+            stream=body.stream,
+            grammar=grammar,
         )
         prompts, requests = await _requests(own_task, admitted, parameters.truncate)
     answer = TaskAnswer(
@@ -235,6 +239,23 @@ async def run_generation(
     )
     generation = await admitted.start(requests, FIELDS)
     return await respond(prelude, generation, answer, stream=body.stream, form=EVENTS)
+
+
+def _with_pair(
+    parameters: TaskParameters, task: str | None, model: GenerationModel
+) -> TaskParameters:
+    """Return the parameters with the languages of a task such as "translation_en_to_de".
+
+    As in transformers, languages in the body go before them, and a model without languages takes
+    no notice. A task of the model's files has its own prefix instead.
+    """
+    sides = text_side(model)
+    if task is None or not sides.languages or task in sides.rules.tasks:
+        return parameters
+    source, divider, target = task.removeprefix(f"{TRANSLATION}_").partition("_to_")
+    if not divider or parameters.src_lang is not None or parameters.tgt_lang is not None:
+        return parameters
+    return parameters.model_copy(update={"src_lang": source, "tgt_lang": target})
 
 
 def _keys(task: str | None) -> tuple[str, ...]:

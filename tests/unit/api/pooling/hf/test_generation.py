@@ -78,6 +78,27 @@ def test_translation(engine: FakeSeq2Seq, url: str, path: str) -> None:
     assert request.params.beams == BeamParams(width=2, length_penalty=2.0, num_counted=1)
 
 
+@pytest.mark.parametrize(
+    ("task", "parameters", "language"),
+    [
+        ("translation_en_to_de", {}, GERMAN),
+        ("translation_en_to_de", {"src_lang": "de", "tgt_lang": "en"}, ENGLISH),
+        ("translation_quickly", {}, None),
+    ],
+)
+def test_the_languages_in_a_task(
+    engine: FakeSeq2Seq, url: str, task: str, parameters: dict[str, str], language: int | None
+) -> None:
+    ask(url, f"/pipeline/{task}", {"inputs": "hi", "parameters": parameters})
+    assert taken(engine).prompt_ids == ((START,) if language is None else (START, language))
+
+
+def test_an_unknown_language_in_a_task(url: str) -> None:
+    answer = httpx2.post(f"{url}/pipeline/translation_en_to_xx", json={"inputs": "hi"})
+    assert answer.status_code == 400
+    assert "tgt_lang 'xx' is not a language" in answer.json()["error"]["message"]
+
+
 def test_summarization(engine: FakeSeq2Seq, url: str) -> None:
     assert InferenceClient(url).summarization("hi").summary_text == "hello"
     # The path names no task, so that the source gets no prefix.
