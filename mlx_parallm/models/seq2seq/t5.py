@@ -300,6 +300,9 @@ class Model(nn.Module):
         self.decoder = Stack(args, args.num_decoder_layers or args.num_layers, DecoderBlock)
         if not args.tie_word_embeddings:
             self.lm_head = nn.Linear(args.d_model, args.vocab_size, bias=False)
+        # Every step needs these buckets; the biases themselves may change with the weights.
+        before = -np.arange(args.relative_attention_max_distance + 1)
+        self._buckets_before = bucket_of(before, args, is_causal=True)
 
     @property
     def layers(self) -> list[DecoderBlock]:
@@ -364,5 +367,4 @@ class Model(nn.Module):
 
     def _distance_bias(self, own: Attention) -> mx.array:
         """Return float32 biases ``[H, N]`` of keys 0 to N - 1 tokens before the query."""
-        before = -np.arange(self.args.relative_attention_max_distance + 1)
-        return own.bias_of(bucket_of(before, self.args, is_causal=True)).astype(mx.float32)
+        return own.bias_of(self._buckets_before).astype(mx.float32)
