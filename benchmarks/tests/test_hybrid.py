@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.hybrid_chat import ANSWER_TOKENS, Chats
-from benchmarks.hybrid_load import (
+from benchmarks.hybrid.chat import ANSWER_TOKENS, Chats
+from benchmarks.hybrid.load import (
     NUM_CHATS,
     NUM_TURNS,
     CopyingTexts,

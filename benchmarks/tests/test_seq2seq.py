@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from benchmarks.make_seq2seq import SHAPES, make_seq2seq, words
-from benchmarks.seq2seq import cpu_checks, make_parser, shared, sized
-from benchmarks.seq2seq_engine import Run, decoder_bytes
-from benchmarks.seq2seq_reference import read_weights, vocabulary_of
+from benchmarks.seq2seq.__main__ import cpu_checks, make_parser, shared, sized
+from benchmarks.seq2seq.engine import Run, decoder_bytes
+from benchmarks.seq2seq.reference import read_weights, vocabulary_of
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.worker.weights.loader import load_model, parameters_of
 

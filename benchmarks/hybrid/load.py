@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.checks import Check
 from benchmarks.host_cost import HERE, step_times
-from benchmarks.hybrid_chat import Answer, Chat, Chats, ask
+from benchmarks.hybrid.chat import Answer, Chat, Chats, ask
 from benchmarks.make_hybrid import make_hybrid, state_bytes, successors
 from benchmarks.measure import load_tokenizer, send_all
 from benchmarks.servers import Server, mlx_parallm_server, server_environment

@@ -34,7 +34,7 @@ from typing import Any
 
 from benchmarks.checks import Check, conclude
 from benchmarks.host_cost import HERE
-from benchmarks.hybrid_chat import (
+from benchmarks.hybrid.chat import (
     Answer,
     Chat,
     Chats,
@@ -44,7 +44,7 @@ from benchmarks.hybrid_chat import (
     ratio,
     used_ratio,
 )
-from benchmarks.hybrid_load import chats_part, decode_part, speculation_part
+from benchmarks.hybrid.load import chats_part, decode_part, speculation_part
 from benchmarks.make_hybrid import make_hybrid
 from benchmarks.servers import (
     Server,

@@ -141,10 +141,10 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def measure(model: Path, part: str, args: argparse.Namespace, **job: Any) -> Figures:
-    """Return the figures of a part of ``benchmarks.seq2seq_engine`` in a process of its own."""
+    """Return the figures of a part of ``benchmarks.seq2seq.engine`` in a process of its own."""
     content = {"part": part, "model": str(model.resolve()), **job}
     done = child_process.run(
-        ["mlx_parallm.process_setup.openblas", "benchmarks.seq2seq_engine"],
+        ["mlx_parallm.process_setup.openblas", "benchmarks.seq2seq.engine"],
         data=json.dumps(content),
         env=environment(args.threads) if not args.gpu else None,
         stdout=subprocess.PIPE,
@@ -160,7 +160,7 @@ def measure_peer(model: Path, args: argparse.Namespace, own: Figures) -> Figures
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job.json"
         file.write_text(json.dumps(job))
-        script = Path(__file__).with_name("seq2seq_reference.py")
+        script = Path(__file__).with_name("reference.py")
         done = subprocess.run(
             [args.reference_python, str(script), str(model), str(file)],
             env=environment(args.threads),

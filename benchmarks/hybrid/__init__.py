@@ -1,0 +1,1 @@
+"""Benchmarks of chats with models that keep a state."""
