@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
@@ -24,6 +26,8 @@ class _LoopThread:
         runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = runner.get_loop()
         self._stopped = asyncio.Event()
+        self._waiting: dict[Future[Any], Coroutine[Any, Any, Any]] = {}
+        self._lock = threading.Lock()
         self._thread = threading.Thread(
             target=self._turn, args=(runner,), name="mlx_parallm client", daemon=True
         )
@@ -33,6 +37,15 @@ class _LoopThread:
         # The runner cancels what other threads still wait for, so that none waits for ever.
         with runner:
             runner.run(self._stopped.wait())
+        # What they asked for after that does not end, because the loop runs no more.
+        with self._lock:
+            waiting = [
+                (future, work) for future, work in self._waiting.items() if not future.done()
+            ]
+        for future, work in waiting:
+            if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+                work.close()
+            future.set_exception(CancelledError())
 
     @property
     def is_closed(self) -> bool:
@@ -41,16 +54,26 @@ class _LoopThread:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return what a coroutine returns; raise RuntimeError if the loop is closed."""
-        if self.is_closed:
-            work.close()
-            raise RuntimeError("This client is closed.")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            if self.is_closed:
+                work.close()
+                raise RuntimeError("This client is closed.")
+            try:
+                future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            except RuntimeError:
+                # It was closed meanwhile.
+                work.close()
+                raise RuntimeError("This client is closed.") from None
+            self._waiting[future] = work
         try:
             return future.result()
         except BaseException:
             # An interrupt of the caller ends the request too.
             future.cancel()
             raise
+        finally:
+            with self._lock:
+                del self._waiting[future]
 
     def close(self) -> None:
         """End the thread."""

@@ -167,3 +167,43 @@ def test_closing_ends_what_another_thread_waits_for() -> None:
     thread.join()
     assert [type(error) for error in errors] == [CancelledError]
     assert held.num_closed == 1
+
+
+def test_what_is_asked_for_while_the_loop_ends_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ask when the runner has cancelled all tasks, and runs the loop no more."""
+    client, held = held_client()
+    is_ending, is_asked = threading.Event(), threading.Event()
+    end = asyncio.BaseEventLoop.shutdown_default_executor
+
+    def hold_up(loop: asyncio.AbstractEventLoop, *args: Any) -> Any:
+        is_ending.set()
+        is_asked.wait()
+        return end(loop, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "shutdown_default_executor", hold_up)
+    begin = asyncio.run_coroutine_threadsafe
+
+    def ask(work: Any, loop: asyncio.AbstractEventLoop) -> Any:
+        future = begin(work, loop)
+        if is_ending.is_set():
+            is_asked.set()
+        return future
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", ask)
+    errors: list[BaseException] = []
+
+    def read() -> None:
+        is_ending.wait()
+        try:
+            client.rollout(["a"])
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    client.close()
+    thread.join()
+    assert [type(error) for error in errors] == [CancelledError]
+    del held
