@@ -195,7 +195,7 @@ BODIES: list[tuple[str, Any, str | None]] = [
             ("return_weight_versions", 1),
             ("bad_words", ["x"]),
             ("truncate_prompt_tokens", 0),
-            ("use_beam_search", True),
+            ("use_beam_search", "soon"),
         ]
     ),
     (TEXT, {"model": MODEL, "prompt": "a", "echo": "yes"}, "echo"),
