@@ -23,7 +23,7 @@ GOLDEN = json.loads(
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     root = tmp_path_factory.mktemp("models")
     for name, case in CASES.items():
         (root / name).mkdir()
@@ -35,16 +35,16 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folders = [str(root / name) for name in CASES]
     server = ServerProcess("--model", *folders, "--dtype", "float32")
     server.wait_until_ready()
-    yield server.url
+    yield server
     server.stop()
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_texts_are_those_of_transformers(url: str, family: str) -> None:
+def test_texts_are_those_of_transformers(server: ServerProcess, family: str) -> None:
     for row in GOLDEN[family]["outputs"]:
         parameters: dict[str, Any] = {"num_beams": row["width"], **CASES[family].languages}
         answer = httpx2.post(
-            f"{url}/models/{family}", json={"inputs": row["text"], "parameters": parameters}
+            f"{server.url}/models/{family}", json={"inputs": row["text"], "parameters": parameters}
         )
         assert answer.status_code == 200, answer.text
         text = answer.json()[0]["generated_text"]

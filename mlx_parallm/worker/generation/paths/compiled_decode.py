@@ -56,7 +56,7 @@ class CompiledDecode:
         self._pools = pools
         self._backend = backend
         self._states = states
-        self._sources = sources
+        self._source_rows = sources
         self._gathered: int | None = None
         self._kinds: Any = None
         self._source_kinds: Any = None
@@ -70,7 +70,7 @@ class CompiledDecode:
     @property
     def is_ready(self) -> bool:
         """True after ``learn``."""
-        knows_sources = self._sources is None or self._source_kinds is not None
+        knows_sources = self._source_rows is None or self._source_kinds is not None
         return self._kinds is not None and knows_sources
 
     def learn(self, plan: Any, gathered: int | None = None, *, source_plan: Any = None) -> None:
@@ -129,8 +129,8 @@ class CompiledDecode:
         if num_rows > count:
             token_ids = mx.concatenate([token_ids, mx.zeros(num_rows - count, mx.int32)])
         plans = [self._backend.decode_arrays(sequences, positions, self._kinds)]
-        if self._sources is not None:
-            arrays = self._sources.decode_arrays(sequences, num_rows, self._source_kinds)
+        if self._source_rows is not None:
+            arrays = self._source_rows.decode_arrays(sequences, num_rows, self._source_kinds)
             plans += [] if arrays is None else [arrays]
         inputs = (
             token_ids,
