@@ -128,7 +128,7 @@ class Driver:
         """Step until stores have got all blocks and, where they write them, have written them."""
         changed_s, written = time.monotonic(), -1
         while True:
-            stats = self.tiers.stats(self.bench.kv.block_size)
+            stats = self.tiers.stats()
             is_on_disk = any(tier.tier == "disk" for tier in stats.tiers)
             now_written = sum(tier.store.written_blocks for tier in stats.tiers)
             if now_written != written or stats.num_unsaved or self._engine.has_work():
@@ -157,7 +157,7 @@ class Driver:
         return self.first_token(prompt)
 
     def _stored_tokens(self) -> int:
-        stats = self.tiers.stats(self.bench.kv.block_size)
+        stats = self.tiers.stats()
         return sum(tier.hit_tokens for tier in stats.tiers)
 
     @contextmanager
@@ -189,7 +189,7 @@ class Driver:
         """Let the streams decode until all blocks that ended sequences left are saved."""
         times, tokens = list[float](), 0
         started = time.perf_counter()
-        while self.tiers.stats(self.bench.kv.block_size).num_unsaved:
+        while self.tiers.stats().num_unsaved:
             begun = time.perf_counter()
             tokens += sum(self.step().values())
             times.append(1e3 * (time.perf_counter() - begun))
@@ -293,7 +293,7 @@ class PlaceRun:
     def record(self) -> dict[str, Any]:
         """Return what the figures are made of."""
         turns = {name: [asdict(turn) for turn in each] for name, each in self._turns.items()}
-        stats = self._driver.tiers.stats(self._driver.bench.kv.block_size)
+        stats = self._driver.tiers.stats()
         preemptions = self._driver.bench.engine.stats.num_preemptions
         return {
             "turns": turns,
