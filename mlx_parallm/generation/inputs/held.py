@@ -154,20 +154,20 @@ class HeldInputs:
         Returns:
             The end of the rows that have their products, at most ``stop``.
         """
-        for first, source in self._needed(start, stop):
+        for first, end, source in self._needed(start, stop):
             key = self._key(source)
             slot = self.slots.get(key)
             if slot is None:
                 slot = self.cache.acquire(key, source)
                 if slot is None:
                     # Later inputs may be in its place.
-                    self._keep([each for _, each in self._needed(self.position, first)])
+                    self._keep([each for *_, each in self._needed(self.position, first)])
                     slot = self.cache.acquire(key, source)
                 if slot is None:
                     return first
                 self.slots[key] = slot
             if not self.cache.is_ready(slot):
-                self._look_ahead(first if source.span is None else source.span.stop)
+                self._look_ahead(end)
                 return first
         self._look_ahead(stop)
         return stop
@@ -183,7 +183,7 @@ class HeldInputs:
     def is_awaited(self, position: int) -> bool:
         """See ``Arrival``: the row needs a product that is not computed."""
         needed = self._needed(position, position + 1)
-        slots = (self.slots.get(self._key(source)) for _, source in needed)
+        slots = (self.slots.get(self._key(source)) for *_, source in needed)
         return any(slot is None or not self.cache.is_ready(slot) for slot in slots)
 
     def rows(self, start: int, stop: int) -> tuple[InputRows, ...]:
@@ -209,7 +209,7 @@ class HeldInputs:
         """
         self.position = start
         if self.slots:
-            self._keep([*self.inputs.whole, *self.inputs.following(start, 2)])
+            self._keep(self.inputs.following(start, 2))
 
     def _keep(self, sources: Sequence[ModelInput]) -> None:
         """Release all products but those of some inputs."""
@@ -232,9 +232,11 @@ class HeldInputs:
         """Return the key of a product in the cache."""
         return self.scope, source.kind.value, source.content
 
-    def _needed(self, start: int, stop: int) -> Iterator[tuple[int, ModelInput]]:
-        """Yield the inputs that rows ``start`` to ``stop - 1`` need, each with its first row."""
-        for source in self.inputs.whole:
-            yield start, source
+    def _needed(self, start: int, stop: int) -> Iterator[tuple[int, int, ModelInput]]:
+        """Yield the inputs that rows ``start`` to ``stop - 1`` need.
+
+        Each comes with the first of these rows, and the end of its own. Sources have no rows: see
+        ``HeldSource``.
+        """
         for placed in self.inputs.overlapping(start, stop):
-            yield max(start, placed.span.start), placed.input
+            yield max(start, placed.span.start), placed.span.stop, placed.input
