@@ -130,31 +130,24 @@ class BusyRun:
     def ask(self, name: str, length: int, *, adapter: str | None = None, **params: Any) -> None:
         """Queue a request with a prompt of this length."""
         prompt = tuple(50 + (7 * i + length) % 200 for i in range(length))
-        settings = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **params})
-        self.generator.submit(
-            GenerateRequest(
-                request_id=name,
-                model=GENERATOR,
-                prompt_ids=prompt,
-                params=settings,
-                adapter=adapter,
-            )
-        )
+        self._submit(name, prompt, {"max_tokens": 24, **params}, adapter=adapter)
 
     def translate(
         self, name: str, length: int, *, prompt: tuple[int, ...] = (0,), **options: Any
     ) -> None:
         """Queue a request whose source has this length."""
+        source = source_of([5 + (7 * i + length) % 200 for i in range(length)])
         adapter = options.pop("adapter", None)
-        settings = SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **options})
+        params = {"max_tokens": 12, **options}
+        self._submit(name, prompt, params, adapter=adapter, inputs=(source,))
+
+    def _submit(
+        self, name: str, prompt: tuple[int, ...], params: dict[str, Any], **fields: Any
+    ) -> None:
+        settings = SamplingParams(**{"ignore_eos": True, **params})
         self.generator.submit(
             GenerateRequest(
-                request_id=name,
-                model=GENERATOR,
-                prompt_ids=prompt,
-                params=settings,
-                adapter=adapter,
-                inputs=(source_of([5 + (7 * i + length) % 200 for i in range(length)]),),
+                request_id=name, model=GENERATOR, prompt_ids=prompt, params=settings, **fields
             )
         )
 
