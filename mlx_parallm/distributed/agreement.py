@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from mlx_parallm.types.errors import ConfigError, RankLostError
 
 #: ``FACTS``, ``VERDICT``: the kinds of the messages of rank 0.
 FACTS, VERDICT = 100, 101
+# HEARD_S: seconds that rank 0 waits until the others have heard that a rank is refused.
+HEARD_S = 5.0
 
 Facts = Mapping[str, str]
 
@@ -37,8 +40,15 @@ class AnsweringLink(Protocol):
         ...
 
 
-def agree(link: AskingLink, facts: Facts, timeout_s: float) -> None:
+def agree(link: AskingLink, facts: Facts, timeout_s: float, on_refusal: Callable[[], None]) -> None:
     """Compare this rank's facts with those of the followers, which call ``answer``.
+
+    Args:
+        link: leads to the followers.
+        facts: this rank's.
+        timeout_s: most seconds to wait for those of the others.
+        on_refusal: called before the others hear that a rank is refused. All ranks end then, and
+            one that ends is not lost.
 
     Raises:
         ConfigError: a rank differs; followers raise the same error.
@@ -46,13 +56,23 @@ def agree(link: AskingLink, facts: Facts, timeout_s: float) -> None:
     """
     others = link.replies(link.send(FACTS, None), timeout_s)
     problem = difference(facts, others)
-    link.send(VERDICT, problem)
-    if problem is not None:
-        raise ConfigError(problem)
+    if problem is None:
+        link.send(VERDICT, None)
+        return
+    on_refusal()
+    with suppress(RankLostError):
+        # A rank that has not heard it would take the end of this one for a loss.
+        link.replies(link.send(VERDICT, problem), HEARD_S)
+    raise ConfigError(problem)
 
 
-def answer(link: AnsweringLink, facts: Facts) -> None:
-    """Let rank 0 compare this rank's facts with its own; see ``agree``."""
+def answer(link: AnsweringLink, facts: Facts, on_refusal: Callable[[], None]) -> None:
+    """Let rank 0 compare this rank's facts with its own; see ``agree``.
+
+    Raises:
+        ConfigError: a rank differs.
+        RankLostError: rank 0 ended before it said so.
+    """
     message = link.receive()
     if message is None:
         raise RankLostError(0, "ended before it served")
@@ -60,8 +80,12 @@ def answer(link: AnsweringLink, facts: Facts) -> None:
     verdict = link.receive()
     if verdict is None:
         raise RankLostError(0, "ended before it served")
-    if verdict.payload is not None:
-        raise ConfigError(verdict.payload)
+    if verdict.payload is None:
+        return
+    on_refusal()
+    with suppress(RankLostError):
+        link.reply(verdict.number, None)
+    raise ConfigError(verdict.payload)
 
 
 def difference(facts: Facts, others: Sequence[Facts]) -> str | None:

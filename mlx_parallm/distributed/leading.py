@@ -75,9 +75,9 @@ def leading_worker(
         link = LeaderLink.open(ranks, settings.host, LINK_SHARE * join_s)
     watch = Watch(0, link.beats, settings.timeout_s, end_process)
     try:
-        agree(link, process_facts(config), join_s)
+        agree(link, process_facts(config), join_s, watch.stop)
         watch.start()
-        agree(link, checkpoint_facts(find_folders(config)), FETCH_S)
+        agree(link, checkpoint_facts(find_folders(config)), FETCH_S, watch.stop)
         families.of(RankMetrics).watch(watch, link)
         logger.info("rank 0 of %d leads by %s", ranks.size, ranks.backend)
         log = LeaderLog(link, watch, end_process)

@@ -54,13 +54,20 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
+def ignore() -> None:
+    """Do nothing about a refusal."""
+
+
 def compare(threads: ThreadPoolExecutor, star: Star, facts: Sequence[Facts]) -> list[Future[None]]:
     """Let all ranks compare their facts; those of rank 0 come first."""
     leader, followers = star
     own, *others = facts
     return [
-        threads.submit(agree, leader, own, PATIENCE_S),
-        *(threads.submit(answer, link, each) for link, each in zip(followers, others, strict=True)),
+        threads.submit(agree, leader, own, PATIENCE_S, ignore),
+        *(
+            threads.submit(answer, link, each, ignore)
+            for link, each in zip(followers, others, strict=True)
+        ),
     ]
 
 
@@ -81,9 +88,9 @@ def test_all_ranks_raise_the_same_error(threads: ThreadPoolExecutor, star: Star)
 
 def test_a_rank_that_says_nothing_is_named(star: Star, threads: ThreadPoolExecutor) -> None:
     leader, (first, _) = star
-    answered = threads.submit(answer, first, FACTS)
+    answered = threads.submit(answer, first, FACTS, ignore)
     with pytest.raises(RankLostError, match=r"Rank 2 .* has not replied within 0\.01 s"):
-        agree(leader, FACTS, 0.01)
+        agree(leader, FACTS, 0.01, ignore)
     leader.abort()
     with pytest.raises(RankLostError, match="Rank 0 is gone"):
         answered.result()
@@ -94,7 +101,7 @@ def test_a_rank_0_that_gives_up_is_noticed(
     star: Star, threads: ThreadPoolExecutor, goodbye: bool
 ) -> None:
     leader, followers = star
-    answers = [threads.submit(answer, follower, FACTS) for follower in followers]
+    answers = [threads.submit(answer, follower, FACTS, ignore) for follower in followers]
     if goodbye:
         leader.send(255, None)
     else:
