@@ -8,30 +8,43 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 
-#: ``TILE``: queries that attend at once where scores have a bias, which bounds the bias of long
-#: sources: ``[H, TILE, keys]`` instead of ``[H, S, S]``.
-TILE = 256
+from mlx_parallm.numerics.attention import softmax_attention
+
+#: ``TILE``: most queries that attend at once where scores have a bias, so that the bias of long
+#: sources is ``[H, TILE, keys]`` and not ``[H, S, S]``.
+TILE = 512
+#: ``TILE_SCORES``: most scores of a tile, which has fewer queries if there are many keys or heads.
+TILE_SCORES = 1 << 26
 
 
 class RelativeBias:
     """A bias of the scores that depends on how far a key is behind its query.
 
-    Tiles of all sources are slices of one array ``[H, TILE, width]``, whose rows are the same
+    Tiles of all sources are slices of one array ``[H, rows, width]``, whose rows are the same
     numbers, each row moved by one. A source that fits in a tile needs as many columns as it has
     keys, a longer one twice as many.
 
     Args:
         bias_of: returns the bias ``[H, n]`` of n distances: a key's position minus its query's.
         longest: the rows of the longest source.
+        num_heads: H.
         dtype: of the scores.
+
+    Attributes:
+        rows: the queries of a tile.
     """
 
     def __init__(
-        self, bias_of: Callable[[np.ndarray], mx.array], longest: int, dtype: mx.Dtype
+        self,
+        bias_of: Callable[[np.ndarray], mx.array],
+        longest: int,
+        num_heads: int,
+        dtype: mx.Dtype,
     ) -> None:
-        rows = min(TILE, longest)
+        rows = min(TILE, longest, max(1, TILE_SCORES // (num_heads * longest)))
+        self.rows = rows
         # The column of a key at the place of the last tile's first query.
-        self._origin = (longest - 1) // TILE * TILE
+        self._origin = (longest - 1) // rows * rows
         columns = mx.arange(-self._origin, longest)
         by_distance = bias_of(np.arange(-self._origin - rows + 1, longest)).astype(dtype)
         self._bias = by_distance[:, columns - mx.arange(rows)[:, None] + self._origin + rows - 1]
@@ -79,11 +92,11 @@ def attend_each(
     """
     outputs: list[mx.array] = []
     for start, stop in pairwise([0, *np.cumsum(lengths).tolist()]):
-        step = stop - start if bias is None else TILE
+        step = stop - start if bias is None else bias.rows
         for first in range(start, stop, step):
             end = min(first + step, stop)
             outputs.append(
-                mx.fast.scaled_dot_product_attention(
+                softmax_attention(
                     queries[:, :, first:end],
                     keys[:, :, start:stop],
                     values[:, :, start:stop],

@@ -363,7 +363,7 @@ class Model(nn.Module):
         def bias_of(distances: np.ndarray) -> mx.array:
             return own.bias_of(bucket_of(distances, self.args, is_causal=False))
 
-        return RelativeBias(bias_of, longest, dtype)
+        return RelativeBias(bias_of, longest, own.num_heads, dtype)
 
     def _distance_bias(self, own: Attention) -> mx.array:
         """Return float32 biases ``[H, N]`` of keys 0 to N - 1 tokens before the query."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config import ModelConfig
+from mlx_parallm.models.seq2seq import packed_rows
 from mlx_parallm.models.seq2seq.dense_cache import encoded
 from mlx_parallm.models.seq2seq.packed_rows import TILE, RelativeBias
 from mlx_parallm.models.seq2seq.t5 import ModelArgs, bucket_of
@@ -57,20 +58,26 @@ def test_there_are_as_many_stages_as_the_model_says(name: str, tmp_path: Path) -
     assert len(encoded(model, sources_of((3, 5)))) == len(model.layers) == len(model.make_cache())
 
 
+@pytest.mark.parametrize("scores", [packed_rows.TILE_SCORES, 1 << 14, 1])
 @pytest.mark.parametrize("longest", LENGTHS)
-def test_tiles_are_parts_of_the_whole_bias(longest: int) -> None:
+def test_tiles_are_parts_of_the_whole_bias(
+    longest: int, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_rows, "TILE_SCORES", scores)
     table = np.random.RandomState(longest).standard_normal((2, 2 * longest + 1))
 
     def bias_of(distances: np.ndarray) -> mx.array:
         # Distances beyond any pair are only ever beside what tiles have.
         return mx.array(table[:, np.clip(distances + longest, 0, 2 * longest)])
 
-    bias = RelativeBias(bias_of, longest, mx.float32)
+    bias = RelativeBias(bias_of, longest, 2, mx.float32)
+    assert bias.rows == 1 or (bias.rows <= TILE and 2 * bias.rows * longest <= scores)
     for keys in {1, longest // 2 or 1, longest}:
         places = np.arange(keys)
         whole = np.array(bias_of(places - places[:, None]))
-        for first in range(0, keys, TILE):
-            rows = min(TILE, keys - first)
+        for first in range(0, keys, max(bias.rows, keys // 8)):
+            first -= first % bias.rows
+            rows = min(bias.rows, keys - first)
             tile = np.array(bias.tile(first, rows, keys))
             np.testing.assert_array_equal(tile, whole[:, first : first + rows])
 
