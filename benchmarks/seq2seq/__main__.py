@@ -186,7 +186,10 @@ def on_gpu(args: argparse.Namespace) -> int:
             print(
                 shape, part, *(f"{c.what}: {c.value:.3g}" for c in measured), sep="; ", flush=True
             )
-    return conclude("seq2seq_gpu" if args.gpu else "seq2seq_tiny", checks, details)
+    name = "seq2seq_gpu" if args.gpu else "seq2seq_tiny"
+    if args.parts != list(GPU_PARTS):
+        name = "_".join([name, *args.parts])
+    return conclude(name, checks, details)
 
 
 def sized(args: argparse.Namespace, count: int) -> int:
