@@ -370,6 +370,9 @@ def choose(
 ) -> int:
     """Return the token that follows ``tokens``, by ``spec`` and the weights."""
     assert spec.position == len(tokens)
+    if spec.params.allowed_token_ids:
+        (forced,) = spec.params.allowed_token_ids
+        return forced
     return choose_token(
         tokens, spec.seed, frozenset(spec.banned_ids), copies=copies, content=content
     )
@@ -427,6 +430,12 @@ def score(tokens: Sequence[int], target: int, content: str = PLAIN) -> TokenLogp
     return TokenLogprob(target, -float(_hash([*_marked(content), *tokens, target])))
 
 
+def most_tokens(request: GenerateRequest, max_len: int) -> int:
+    """Return how long a sample may get where its last token is forced."""
+    longest = max_len - len(request.prompt_ids)
+    return longest if request.params.max_tokens is None else request.params.max_tokens
+
+
 def expected_outputs(
     request: GenerateRequest,
     index: int,
@@ -444,6 +453,8 @@ def expected_outputs(
         banned = ends if len(outputs) < params.min_tokens else frozenset[int]()
         banned |= repeating(tokens, params.no_repeat_ngram_size)
         token = choose_token(tokens, seed + index, banned, copies=copies, content=content)
+        if params.forced_eos_id is not None and len(outputs) + 1 == most_tokens(request, max_len):
+            token = params.forced_eos_id
         tokens.append(token)
         outputs.append(token)
         if token in ends:

@@ -24,6 +24,7 @@ from tests.block_simulator import (
     expected_beams,
     expected_outputs,
     expected_prompt_logprobs,
+    most_tokens,
 )
 from tests.dict_store import DictStore
 
@@ -77,6 +78,11 @@ def evict(kv: KVCacheManager, num_blocks: int, num_snapshots: int) -> None:
         for slot in reserved:
             if slot is not None:
                 snapshots.cancel(slot)
+
+
+def is_end_forced(request: GenerateRequest, max_tokens: int, output: list[int]) -> bool:
+    """Return True if the last token of an output was forced, since it is as long as it may be."""
+    return request.params.forced_eos_id is not None and len(output) == max_tokens
 
 
 class SchedulerHarness:
@@ -358,6 +364,12 @@ class SchedulerHarness:
         assert tracked.outputs[update.index] == expected, "another output than alone"
         last = expected[-1] if expected else None
         stops = tracked.request.params.stop_token_ids
+        if is_end_forced(tracked.request, most_tokens(tracked.request, self.max_len), expected):
+            ends = (*stops, *(() if tracked.request.params.ignore_eos else (END_ID,)))
+            assert (update.finish_reason, update.stop_reason) == (FinishReason.LENGTH, None)
+            assert update.is_forced_end is (last in ends)
+            return
+        assert not update.is_forced_end
         if last == END_ID and not tracked.request.params.ignore_eos:
             assert (update.finish_reason, update.stop_reason) == (FinishReason.STOP, None)
         elif last in stops:
@@ -376,7 +388,10 @@ class SchedulerHarness:
         ends = frozenset(request.params.stop_token_ids)
         if not request.params.ignore_eos:
             ends |= {END_ID}
-        is_stopped = bool(actual) and actual[-1] in ends
+        is_end = bool(actual) and actual[-1] in ends
+        is_forced = is_end_forced(request, max_tokens, actual)
+        assert update.is_forced_end is (is_end and is_forced)
+        is_stopped = is_end and not is_forced
         assert update.finish_reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
 
     def longest_beam(self, request: GenerateRequest) -> int:

@@ -220,10 +220,11 @@ def _advance(
 def _has_text(update: SequenceUpdate, params: SamplingParams) -> bool:
     """Return True if the token shows in the text: all do but those that end the sample.
 
-    A stop token the caller named shows when stop strings do; the model's own end never does.
+    A stop token the caller named shows when stop strings do; the model's own end never does, nor
+    one that the limit forced.
     """
     if update.finish_reason is not FinishReason.STOP:
-        return True
+        return not update.is_forced_end
     return params.include_stop_str_in_output and update.stop_reason is not None
 
 

@@ -128,10 +128,20 @@ def test_no_repeated_runs_for_greedy_and_drawn_samples(decoder: tuple[str, LLM])
 
 def test_a_forced_end_comes_at_the_last_place_only(decoder: tuple[str, LLM]) -> None:
     _, llm = decoder
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, forced_eos_id=2)
     free = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    forced, plain = llm.generate([[5, 6, 7], [5, 6, 7]], [params, free])
-    assert list(forced.outputs[0].token_ids) == [*plain.outputs[0].token_ids[:5], 2]
+    forced = replace(free, forced_eos_id=2)
+    ended = replace(forced, stop_token_ids=(2,))
+    beams = replace(ended, beams=BeamParams(width=2), n=2)
+    free_output, *outputs = llm.generate([[5, 6, 7]] * 4, [free, forced, ended, beams])
+    tokens, text = free_output.outputs[0].token_ids[:5], free_output.outputs[0].text
+    for output in outputs[:2]:
+        assert list(output.outputs[0].token_ids) == [*tokens, 2]
+        assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("length", None)
+    # The text has no end token, though the length ended it.
+    assert text.startswith(outputs[1].outputs[0].text)
+    for each in outputs[2].outputs:
+        assert (each.token_ids[-1], len(each.token_ids)) == (2, 6)
+        assert (each.finish_reason, each.stop_reason) == ("length", None)
 
 
 def test_fewer_results_are_the_first_of_all(decoder: tuple[str, LLM]) -> None:

@@ -66,7 +66,8 @@ class Hypothesis:
         tokens: its tokens, the end token included.
         total: the sum of their log-probabilities.
         score: by which hypotheses are compared.
-        is_stopped: True if an end token ended it, False if it is as long as it may be.
+        is_stopped: True if an end token ended it, False if it is as long as it may be, also where
+            that forced an end token.
     """
 
     tokens: tuple[BeamToken, ...]
@@ -91,17 +92,26 @@ class BeamSearch:
         is_done: True if nothing follows.
     """
 
-    def __init__(self, params: BeamParams, end_ids: frozenset[int], max_tokens: int) -> None:
+    def __init__(
+        self,
+        params: BeamParams,
+        end_ids: frozenset[int],
+        max_tokens: int,
+        *,
+        forces_end: bool = False,
+    ) -> None:
         """Begin with one beam without tokens.
 
         Args:
             params: the settings.
             end_ids: tokens that end a hypothesis.
             max_tokens: most tokens of a hypothesis, at least 1.
+            forces_end: True if the last of so many tokens is forced.
         """
         self._params = params
         self._end_ids = end_ids
         self._max_tokens = max_tokens
+        self._forces_end = forces_end
         self._num_tokens = 0
         # Best first, at most as many as the width.
         self._finished: list[Hypothesis] = []
@@ -147,12 +157,13 @@ class BeamSearch:
 
     def _finish(self, candidates: Sequence[_Candidate]) -> None:
         """Keep the best of the finished hypotheses and these candidates."""
+        is_forced = self._forces_end and self._num_tokens >= self._max_tokens
         self._finished += [
             Hypothesis(
                 tokens=self._tokens(each),
                 total=each.total,
                 score=self._score(each.total, self._num_tokens),
-                is_stopped=each.token.entry.token_id in self._end_ids,
+                is_stopped=not is_forced and each.token.entry.token_id in self._end_ids,
             )
             for each in candidates
         ]

@@ -461,6 +461,7 @@ class Scheduler:
             token=token,
             finish_reason=reason,
             stop_reason=None if reason is None else sequence.stop_reason(token, reason),
+            is_forced_end=reason is FinishReason.LENGTH and sequence.group.has_end(token),
             prompt=None if sequence.group.is_reported else sequence.group.take_prompt_event(),
             version=row.version,
         )

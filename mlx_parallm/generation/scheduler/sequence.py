@@ -112,6 +112,10 @@ class RequestGroup:
         """Return all tokens that end a sample."""
         return self.end_ids.union(self.request.params.stop_token_ids)
 
+    def has_end(self, token: SampledToken | None) -> bool:
+        """Return True for a token that ends a sample where it is chosen freely."""
+        return token is not None and token.token_id in self.stop_ids
+
     @property
     def source(self) -> ModelInput | None:
         """Return its source; None without one."""
@@ -419,9 +423,10 @@ class Sequence:
 
     def add_token(self, token: SampledToken, max_model_len: int) -> FinishReason | None:
         """Append a token; return why it ended the sample, None if it did not."""
+        params, is_forced = self.request.params, self.is_end_forced
         self.append_token(token.token_id)
-        params = self.request.params
-        if token.token_id in self.group.end_ids or token.token_id in params.stop_token_ids:
+        is_end = token.token_id in self.group.end_ids or token.token_id in params.stop_token_ids
+        if is_end and not is_forced:
             return FinishReason.STOP
         is_full = len(self.token_ids) >= max_model_len
         if is_full or len(self.output_ids) == params.max_tokens:

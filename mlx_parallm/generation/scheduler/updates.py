@@ -22,6 +22,7 @@ class SequenceUpdate:
         earlier: tokens before it that come with it, as those of a beam do at the end.
         finish_reason: set when the sample ended.
         stop_reason: the stop token id that ended it; None for the model's own end-of-sequence.
+        is_forced_end: True if ``token`` is an end token only because the sample reached its limit.
         prompt: set once per request, when its prompt has been computed.
         error: why the sample failed.
         version: label of the weights that chose the token.
@@ -33,6 +34,7 @@ class SequenceUpdate:
     earlier: tuple[SampledToken, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
+    is_forced_end: bool = False
     prompt: PromptEvent | None = None
     error: str | None = None
     version: str = DEFAULT_VERSION

@@ -65,6 +65,14 @@ def test_the_end_token_is_reported_but_not_shown():
     assert len(processor) == 0
 
 
+@pytest.mark.parametrize(("is_forced", "shown"), [(True, "hi"), (False, "hi!")])
+def test_an_end_token_that_the_limit_forced_is_not_shown(is_forced, shown):
+    last = update(ord("!"), finish_reason=FinishReason.LENGTH, is_forced_end=is_forced)
+    events, _ = feed(started(), b"hi", last)
+    assert text(events) == shown
+    assert (events[-1].token_ids, events[-1].finish_reason) == ((ord("!"),), FinishReason.LENGTH)
+
+
 @pytest.mark.parametrize(("include", "shown"), [(False, "hi"), (True, "hi!")])
 def test_a_stop_token_is_shown_only_when_asked_for(include, shown):
     last = update(ord("!"), finish_reason=FinishReason.STOP, stop_reason=ord("!"))

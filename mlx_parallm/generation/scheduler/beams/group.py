@@ -34,7 +34,12 @@ class BeamGroup:
         assert params.beams is not None, "a request without beams"
         assert params.max_tokens is not None, "a search without an end"
         self.group = group
-        self._search = BeamSearch(params.beams, group.stop_ids, params.max_tokens)
+        self._search = BeamSearch(
+            params.beams,
+            group.stop_ids,
+            params.max_tokens,
+            forces_end=params.forced_eos_id is not None,
+        )
         first, *self._idle = group.sequences.values()
         self.live: list[Sequence] = [first]
         self.forks: dict[Sequence, Sequence] = {}
@@ -171,13 +176,15 @@ class BeamGroup:
         parts = [list(part) for _, part in groupby(hypothesis.tokens, lambda each: each.version)]
         updates = [self._part(index, part) for part in parts]
         yield from updates[:-1]
-        token_id = hypothesis.tokens[-1].entry.token_id
+        last = updates[-1]
         if not hypothesis.is_stopped:
-            yield replace(updates[-1], finish_reason=FinishReason.LENGTH)
+            is_forced = self.group.has_end(last.token)
+            yield replace(last, finish_reason=FinishReason.LENGTH, is_forced_end=is_forced)
         else:
+            token_id = hypothesis.tokens[-1].entry.token_id
             own_end = token_id in self.group.end_ids
             yield replace(
-                updates[-1],
+                last,
                 finish_reason=FinishReason.STOP,
                 stop_reason=None if own_end else token_id,
             )

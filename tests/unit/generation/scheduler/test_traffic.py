@@ -36,6 +36,7 @@ sampling = st.builds(
     prompt_logprobs_start=st.sampled_from([0, 0, 1, 5, 9, 99]),
     speculative=st.sampled_from([True, True, False]),
     no_repeat_ngram_size=st.sampled_from([0, 0, 0, 2]),
+    forced_eos_id=st.sampled_from([None, None, 0, 9]),
 )
 beams = st.builds(
     BeamParams,

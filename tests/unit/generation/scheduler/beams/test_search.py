@@ -168,6 +168,19 @@ def test_where_few_tokens_are_possible_there_are_few_beams_and_results() -> None
     assert not search.results(4)[0].is_stopped
 
 
+def test_an_end_that_the_limit_forces_is_no_stop() -> None:
+    params = BeamParams(width=2)
+    search = BeamSearch(params, frozenset({END}), 2, forces_end=True)
+    search.advance([tokens((3, -0.5), (END, -0.7), (4, -2.0))])
+    search.advance([tokens((END, 0.0)), tokens((END, 0.0))])
+    assert search.is_done
+    ends = {tuple(t.entry.token_id for t in each.tokens): each for each in search.results(4)}
+    assert {ids: each.is_stopped for ids, each in ends.items()} == {
+        (END,): True,
+        (3, END): False,
+    }
+
+
 def test_a_search_ends_where_nothing_is_possible() -> None:
     search = search_of()
     assert search.advance([[]]) == []
