@@ -131,11 +131,13 @@ class Grammar:
             it are free, but the sample may not end there. None: it applies from the first token.
         free_starts: with ``begins_after``: texts, such as ``<think>``, of one or more tokens. The
             grammar applies from the first token unless the sample begins with one of them.
+        param: the field of the request that asks for it, which refusals name.
     """
 
     text: str
     begins_after: str | None = None
     free_starts: tuple[str, ...] = ()
+    param: str = field(default="structured_outputs", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,6 +320,7 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"n is {self.n}, and {self.beams.width} beams have no more results.", param="n"
             )
+        structure = "structured_outputs" if self.grammar is None else self.grammar.param
         without = {
             "temperature": self.temperature == 0,
             "top_p": self.top_p == 1,
@@ -325,7 +328,7 @@ class SamplingParams:
             "min_p": self.min_p == 0,
             "top_n_sigma": self.top_n_sigma == 0,
             "stop": not self.stop,
-            "structured_outputs": self.grammar is None and self.structured_outputs is None,
+            structure: self.grammar is None and self.structured_outputs is None,
             "thinking_token_budget": self.thinking_budget is None,
             "logprob_token_ids": not self.logprob_token_ids,
             "logprobs_mode": self.logprobs_mode is None,

@@ -8,6 +8,10 @@ from typing import Any
 import httpx2
 import pytest
 
+from mlx_parallm.api.chat.schema import ChatRequest
+from mlx_parallm.api.completions.schema import CompletionRequest
+from mlx_parallm.api.turns.constraints import STRUCTURE_FIELDS
+from mlx_parallm.api.turns.fields import SamplingFields
 from mlx_parallm.types.beams import BeamParams
 from tests.fake_engine import FakeEngine, serve_fake
 from tests.server_process import ServerProcess
@@ -24,9 +28,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 0.9}, "top_p"),
     ({"top_k": 3}, "top_k"),
     ({"stop": ["."]}, "stop"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"structured_outputs": {"regex": "a*"}}, "structured_outputs"),
-    ({"guided_choice": ["a", "b"]}, "guided_choice"),
     ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode"),
     ({"n": 0}, "n"),
     ({"n": 65}, "n"),
@@ -34,6 +35,31 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"early_stopping": "always"}, "early_stopping"),
     ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),
     ({"use_beam_search": False, "early_stopping": True}, "early_stopping"),
+]
+
+SCHEMA: dict[str, Any] = {"type": "object"}
+# STRUCTURES: what each field that asks for a structure may have.
+STRUCTURES: dict[str, Any] = {
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "a*"},
+    "guided_json": SCHEMA,
+    "guided_regex": "a*",
+    "guided_choice": ["a", "b"],
+    "guided_grammar": 'root ::= "a"',
+    "regex": "a*",
+    "ebnf": 'root ::= "a"',
+    "json_schema": SCHEMA,
+}
+FUNCTION = {"name": "add", "parameters": SCHEMA}
+TOOL = {"type": "function", "function": FUNCTION}
+STRICT = {"type": "function", "function": FUNCTION | {"strict": True}}
+NAMED = {"type": "function", "function": {"name": "add"}}
+# FORCED: fields of a chat whose calls match a grammar, and the field that asks for it.
+FORCED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": NAMED}, "tool_choice"),
+    ({"functions": [FUNCTION], "function_call": {"name": "add"}}, "function_call"),
+    ({"tools": [STRICT]}, "tools"),
 ]
 
 
@@ -96,6 +122,31 @@ def test_answers_are_the_beams_best_first(server: ServerProcess, path: str) -> N
     # Greedy decoding is never better than the best of the beams.
     greedy = httpx2.post(server.url + path, json=BODIES[path] | {"temperature": 0} | fields)
     assert score_of(greedy.json()["choices"][0], path) <= scores[0] + 1e-4
+
+
+@pytest.mark.parametrize(("path", "schema"), [(TEXT, CompletionRequest), (CHAT, ChatRequest)])
+def test_each_structure_is_refused_by_its_own_name(
+    server: ServerProcess, path: str, schema: type[SamplingFields]
+) -> None:
+    named = {name for name in STRUCTURE_FIELDS if name in schema.model_fields}
+    assert named <= STRUCTURES.keys()
+    for name in sorted(named):
+        assert_refused(post(server.url, path, **{name: STRUCTURES[name]}), name)
+
+
+@pytest.mark.parametrize(("fields", "param"), FORCED)
+def test_forced_and_strict_calls_are_refused_by_their_own_names(
+    server: ServerProcess, fields: dict[str, Any], param: str
+) -> None:
+    assert_refused(post(server.url, CHAT, **fields), param)
+
+
+def assert_refused(answer: httpx2.Response, param: str) -> None:
+    """Check that a structure is refused because of beams, by the name of its field."""
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["message"] == f"This {param} cannot be combined with beam search."
 
 
 def score_of(choice: dict[str, Any], path: str) -> float:

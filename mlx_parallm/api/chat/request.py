@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mlx_parallm.api.chat.schema import ChatRequest
@@ -63,7 +64,7 @@ def chat_function_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
         read = ToolChoice.named(body["name"].text())
     else:
         read = tool_choice(body, _names, allowed_in="allowed_tools")
-    return check_choice(read, tools, field="function_call")
+    return check_choice(replace(read, param="function_call"), tools)
 
 
 def _tool(tool: BodyValue) -> tuple[BodyValue, Tool]:

@@ -171,7 +171,7 @@ async def grammar_of(
                 f"It took more than {COMPILE_TIMEOUT_S:.0f} s to make a grammar of this.",
                 param=param,
             ) from None
-    return Grammar(text=text, begins_after=begins_after)
+    return Grammar(text=text, begins_after=begins_after, param=param)
 
 
 async def beginnings_of(
@@ -223,6 +223,7 @@ async def constrain(turn: TurnRequest, model: GenerationModel, rendered: str) ->
         calls = _calls(turn, model)
         spec = specs.context_free(calls.grammar, kind=GrammarKind.LARK, param="tools")
         grammar = await grammar_of(spec, model, param="tools")
+        grammar = replace(grammar, param=turn.tool_choice.param)
         return Constraint(_before_calls(grammar, turn, model, rendered), calls.tool_format)
     if turn.structure is not None:
         return await _structured(turn, turn.structure, model, rendered)

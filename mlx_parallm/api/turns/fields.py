@@ -223,13 +223,6 @@ def effort_kwargs(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
-# STRUCTURE: fields that ask for a structure of the text.
-STRUCTURE = (
-    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
-    *("guided_grammar", "regex", "ebnf", "json_schema"),
-)
-
-
 class StreamOptions(NullIsAbsent):
     """Options of a stream."""
 
@@ -480,10 +473,6 @@ class GenerationRequest(StreamFields, SamplingRequest):
             return {}
         if self.stream:
             raise InvalidRequestError("Beam search cannot be streamed.", param="stream")
-        for name in STRUCTURE:
-            if getattr(self, name) not in (None, {"type": "text"}):
-                message = f"{name} cannot be combined with beam search."
-                raise InvalidRequestError(message, param=name)
         if self.n > MAX_BEAMS:
             raise InvalidRequestError(f"Beam search has 1 to {MAX_BEAMS} beams.", param="n")
         beams = BeamParams(

@@ -76,11 +76,13 @@ class ToolChoice:
         names: only these may be called; None for any.
         is_named: the caller named the one function to call. OpenAI and vLLM then report the finish
             reason "stop", not "tool_calls".
+        param: the field of the body that has the choice.
     """
 
     mode: ToolMode = ToolMode.AUTO
     names: tuple[str, ...] | None = None
     is_named: bool = False
+    param: str = field(default="tool_choice", compare=False)
 
     @staticmethod
     def named(name: str) -> ToolChoice:
@@ -187,15 +189,13 @@ def tool_choice(
     return ToolChoice(mode=ToolMode(mode.value), names=tuple(dict.fromkeys(names)))
 
 
-def check_choice(
-    choice: ToolChoice, tools: Sequence[Tool], *, field: str = "tool_choice"
-) -> ToolChoice:
+def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> ToolChoice:
     """Return a choice that the tools can meet.
 
     Raises:
         InvalidRequestError: a tool must be called but there is none, or a name is no tool's.
     """
-    body = BodyValue(None, field)
+    body = BodyValue(None, choice.param)
     names = {tool.name for tool in tools}
     unknown = [name for name in choice.names or () if name not in names]
     if unknown:

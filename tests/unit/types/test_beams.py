@@ -49,6 +49,7 @@ def test_settings_in_range_are_taken(width: int, early_stopping: Any) -> None:
         ("top_n_sigma", 1.0, "top_n_sigma"),
         ("stop", ("end",), "stop"),
         ("grammar", Grammar(text="{}"), "structured_outputs"),
+        ("grammar", Grammar(text="{}", param="tool_choice"), "tool_choice"),
         ("thinking_budget", ThinkingBudget(tokens=3, end_id=1), "thinking_token_budget"),
         ("logprob_token_ids", (1,), "logprob_token_ids"),
         ("logprobs_mode", "raw_logprobs", "logprobs_mode"),

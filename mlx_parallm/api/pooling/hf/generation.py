@@ -59,7 +59,6 @@ FIELDS = {
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
     "beam_width": "num_beams",
-    "structured_outputs": "grammar",
 }
 
 
