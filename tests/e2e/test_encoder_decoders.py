@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,24 @@ def test_a_target_is_scored_as_it_was_generated(server: ServerProcess) -> None:
         server, prompt=SOURCES[5], decoder_input_ids=ids, max_tokens=0, echo=True, logprobs=0
     )["choices"]
     assert sum(other["logprobs"]["token_logprobs"][1:]) < sum(logprobs[1:]) - 0.01
+
+
+@pytest.mark.parametrize("decoder", ["decoder_prompt", "decoder_input_ids"])
+def test_the_start_token_takes_no_characters_of_an_echo(
+    server: ServerProcess, decoder: str
+) -> None:
+    fields: dict[str, Any] = {"decoder_prompt": "t5 t6"}
+    if decoder == "decoder_input_ids":
+        (echo,) = complete(server, prompt=SOURCES[2], **fields, return_token_ids=True)["choices"]
+        fields = {decoder: echo["prompt_token_ids"]}
+    (choice,) = complete(
+        server, prompt=SOURCES[2], **fields, max_tokens=3, echo=True, logprobs=0, min_tokens=3
+    )["choices"]
+    logprobs, text = choice["logprobs"], choice["text"]
+    assert logprobs["tokens"][:3] == ["<pad>", "t5", "t6"]
+    assert text.replace(" ", "").startswith("t5t6")
+    lengths = [0, *(len(name) for name in logprobs["tokens"][1:-1])]
+    assert logprobs["text_offset"] == [0, *accumulate(lengths)]
 
 
 def test_a_source_is_encoded_once_for_all_who_ask(server: ServerProcess) -> None:

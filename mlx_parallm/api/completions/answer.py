@@ -120,9 +120,10 @@ class CompletionAnswer(SampledAnswer):
     ) -> dict[str, Any] | None:
         if self._top is None:
             return None
-        before = ()
+        before, text = (), None
         if echoed is not None:
-            prompt_ids = self._prompts[index // self.n].ids
-            before = tuple(zip(prompt_ids, with_top(echoed, self._top), strict=True))
+            prompt = self._prompts[index // self.n]
+            before = tuple(zip(prompt.ids, with_top(echoed, self._top), strict=True))
+            text = prompt.text + sample.text
         after = tuple((entry.token_id, entry) for entry in sample.logprobs)
-        return self._offsets[index].take((*before, *after))
+        return self._offsets[index].take((*before, *after), text=text)

@@ -15,7 +15,7 @@ from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.logprobs import most_asked
 from mlx_parallm.api.turns.prelude import Prelude
 from mlx_parallm.api.turns.prepare import TRUNCATE, prompt_limit
-from mlx_parallm.api.turns.sources import SourceForm, read_source, source_params
+from mlx_parallm.api.turns.sources import Side, SourceForm, read_source, source_params
 from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.tokenizer.cut import cut_ids
 from mlx_parallm.types.errors import InvalidRequestError
@@ -168,11 +168,24 @@ async def _encode_sources(body: CompletionRequest, model: GenerationModel) -> li
 
     def encode() -> list[Prompt]:
         pairs = zip(prompts, decoders, strict=True)
-        read = [read_source(prompt, model, form, decoder) for prompt, decoder in pairs]
-        return [Prompt(each.text, each.token_ids, each.inputs) for each in read]
+        return [_encode_source(prompt, decoder, form, body, model) for prompt, decoder in pairs]
 
     length = sum(len(each) for each in (*prompts, *decoders) if each is not None)
     return await maybe_in_thread(encode, length)
+
+
+def _encode_source(
+    source: Side,
+    decoder: Side | None,
+    form: SourceForm,
+    body: CompletionRequest,
+    model: GenerationModel,
+) -> Prompt:
+    read = read_source(source, model, form, decoder)
+    text = read.text
+    if body.echo and not isinstance(decoder, str):
+        text = model.tokenizer.decode(read.token_ids)
+    return Prompt(text, read.token_ids, read.inputs)
 
 
 def _empty_document(tokenizer: Tokenizer) -> Prompt:

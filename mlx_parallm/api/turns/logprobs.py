@@ -33,10 +33,10 @@ class TokenNames:
             "logprob": logprob,
             "bytes": list(self._tokenizer.token_bytes(token_id)),
         }
-        return entry | {"special": True} if self._is_special(token_id) else entry
+        return entry | {"special": True} if self.is_special(token_id) else entry
 
-    def _is_special(self, token_id: int) -> bool:
-        """True if the token is no text, such as the end of a turn."""
+    def is_special(self, token_id: int) -> bool:
+        """Return True if the token is no text, such as the end of a turn."""
         return self._tokenizer.vocabulary_string(token_id) in self._tokenizer.special_tokens
 
     def with_top(self, entry: TokenLogprob) -> dict[str, Any]:
@@ -94,8 +94,16 @@ class CompletionLogprobs:
         self._names = names
         self._offset = 0
 
-    def take(self, entries: Sequence[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
-        """Return the next tokens, ``(id, log-probability)``; None for a prompt's first token."""
+    def take(
+        self, entries: Sequence[tuple[int, TokenLogprob | None]], *, text: str | None = None
+    ) -> dict[str, Any]:
+        """Return the next tokens.
+
+        Args:
+            entries: each token with its log-probability; None for a prompt's first token.
+            text: what the first tokens of all became. A special token that it lacks, as the one
+                that begins a prompt, takes no characters. None: all tokens are text.
+        """
         result: dict[str, Any] = {
             "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
         }  # fmt: skip
@@ -103,7 +111,8 @@ class CompletionLogprobs:
             name = self._names.name(token_id)
             result["tokens"].append(name)
             result["text_offset"].append(self._offset)
-            self._offset += len(name)
+            if text is None or not self._is_absent(token_id, text):
+                self._offset += len(name)
             if entry is None:
                 result["token_logprobs"].append(None)
                 result["top_logprobs"].append(None)
@@ -114,6 +123,13 @@ class CompletionLogprobs:
             result["token_logprobs"].append(entry.logprob)
             result["top_logprobs"].append({name: entry.logprob} | top | {name: entry.logprob})
         return result
+
+    def _is_absent(self, token_id: int, text: str) -> bool:
+        """Return True for a special token that does not stand at this place of a text."""
+        names = self._names
+        return names.is_special(token_id) and not text.startswith(
+            names.text(token_id), self._offset
+        )
 
 
 def most_asked(counts: Iterable[int | None]) -> int | None:

@@ -57,6 +57,22 @@ class MarkedTokenizer(ByteTokenizer):
     special_tokens = frozenset({"$"})
 
 
+def test_special_tokens_that_a_text_lacks_take_no_characters() -> None:
+    names = TokenNames(MarkedTokenizer(), as_ids=False)
+    tokens = [(ord(each), None) for each in "$a$b$"]
+    for text, wanted in [
+        ("ab", [0, 0, 1, 1, 2]),
+        ("$ab", [0, 1, 2, 2, 3]),
+        ("a$b", [0, 0, 1, 2, 3]),
+        (None, [0, 1, 2, 3, 4]),
+    ]:
+        logprobs = CompletionLogprobs(names)
+        assert logprobs.take(tokens, text=text)["text_offset"] == wanted
+        assert logprobs.take([(97, None)])["text_offset"] == [
+            len("$a$b$" if text is None else text)
+        ]
+
+
 def test_special_tokens_are_told_as_such() -> None:
     names = TokenNames(MarkedTokenizer(), as_ids=True)
     entry = TokenLogprob(token_id=ord("$"), logprob=-0.5, rank=1, top=((ord("a"), -1.0),))

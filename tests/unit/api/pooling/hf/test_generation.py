@@ -6,6 +6,7 @@ import json
 import math
 import queue
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -15,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from mlx_parallm.types.beams import BeamParams
 from mlx_parallm.types.request import SamplingParams
+from tests.byte_vocabulary import ByteVocabulary
 from tests.fake_encoders import FakeEncoders, make_encoder
 from tests.fake_engine import serve_fake, write
 from tests.fake_seq2seq import (
@@ -333,6 +335,16 @@ def test_bad_input(
     assert error["param"].rpartition(".")[2] == param or param in error["message"]
     assert message in error["message"]
     assert engine.submitted.empty()
+
+
+def test_beams_refuse_a_grammar_by_its_name() -> None:
+    model = replace(seq2seq_model(), grammars=ByteVocabulary().compiler)
+    grammar = {"type": "regex", "value": "a*"}
+    body = {"inputs": "hi", "parameters": {"grammar": grammar, "num_beams": 2}}
+    with serve_fake(FakeSeq2Seq(model)) as url:
+        answer = httpx2.post(url, json=body)
+    assert answer.status_code == 400, answer.text
+    assert "This grammar cannot be combined with beam search." in answer.text
 
 
 def test_a_full_queue_refuses_before_anything_is_encoded(engine: FakeSeq2Seq, url: str) -> None:
