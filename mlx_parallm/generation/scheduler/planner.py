@@ -317,13 +317,12 @@ class Planner:
     def _stage_allowance(self, plan: StepPlan, cost: int) -> StageAllowance:
         """Return how much of inputs the step computes; ``cost`` is that of the next run.
 
-        Without decode rows that is the budget, or a share of it beside prompts. Decode rows wait
-        for stages as long as the bound allows or, without one, as long as for the prefill of as
-        many tokens.
+        Without decode rows that is the budget, or a share of it beside prompts. Decode rows wait as
+        long as the bound allows or, without one, as long as for the prefill of as many tokens.
         """
         share = STAGES_SHARE if self._has_prompts() else 1.0
-        most = share * self.token_budget
         if not plan.has_streams or self.cost is None:
+            most = share * self.token_budget
             return StageAllowance(min(most, plan.budget_left), most, is_whole=True)
         if self._bound_s:
             seconds = share * (self._bound_s - self.cost.predict(plan.work))
@@ -331,9 +330,9 @@ class Planner:
             number = min(cost, self.token_budget)
             seconds = self.cost.prefill_s + self.cost.chunk_s(0, number) or math.inf
         begun = cost if self._running.input_runs.begins_next else 0
-        tokens = min(self.stage_cost.tokens_within(seconds, begun), most)
+        most = min(self.stage_cost.tokens_within(seconds, begun), STAGES_SHARE * self.token_budget)
         # A step computes a few stages of a run, so the run itself may be large.
-        return StageAllowance(tokens, self.token_budget, is_whole=False)
+        return StageAllowance(most, self.token_budget, is_whole=False)
 
     def _has_prompts(self) -> bool:
         """Return True if there are prompts that could be prefilled now."""

@@ -6,7 +6,8 @@ block table of the source, and every attention backend computes that already.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,9 @@ import numpy as np
 
 from mlx_parallm.types.step import ScheduledSequence, SourceTable
 from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttention, LayerPool
+
+# KEPT: with beams, steps with and without their rows take turns.
+KEPT = 2
 
 
 @dataclass(slots=True)
@@ -35,14 +39,15 @@ class _Latest:
 class SourceRows:
     """Plans the cross-attention of steps.
 
-    Most steps have the rows of the step before them, at the same positions of the same sources. So
-    the latest plan is kept, with all that layers cached in it.
+    Most steps have the rows of one of the steps before them, at the same positions of the same
+    sources. So the latest plans are kept, with all that layers cached in them.
     """
 
     def __init__(self, backend: AttentionBackend) -> None:
         """``backend`` is that of the pools."""
         self._backend = backend.with_own_tables()
-        self._plan = self._arrays = _Latest([], 0, None)
+        self._plans: deque[_Latest] = deque(maxlen=KEPT)
+        self._arrays: deque[_Latest] = deque(maxlen=KEPT)
         # The rows that were made last, by the id of their source, which the row's entry keeps.
         self._rows: dict[int, tuple[SourceTable, ScheduledSequence]] = {}
 
@@ -57,9 +62,7 @@ class SourceRows:
         if not sources:
             return None
         count = len(sources) if num_rows is None else num_rows
-        if self._plan.sources != sources or self._plan.num_rows != count:
-            self._plan = _Latest(sources, count, self._make_plan(sources, count))
-        return self._plan.made
+        return _kept(self._plans, sources, count, self._make_plan)
 
     def _make_plan(self, sources: Sequence[SourceTable], num_rows: int) -> Any:
         rows = self._rows_of(sources)
@@ -81,13 +84,15 @@ class SourceRows:
         sources = sources_of(sequences)
         if not sources:
             return None
-        if self._arrays.sources != sources or self._arrays.num_rows != num_rows:
-            assert isinstance(self._backend, CompilableAttention), "only such steps are compiled"
+        backend = self._backend
+        assert isinstance(backend, CompilableAttention), "only such steps are compiled"
+
+        def make(sources: Sequence[SourceTable], num_rows: int) -> list[mx.array]:
             positions = np.zeros(num_rows, dtype=np.int32)
             positions[: len(sources)] = [source.num_tokens - 1 for source in sources]
-            arrays = self._backend.decode_arrays(self._rows_of(sources), positions, kinds)
-            self._arrays = _Latest(sources, num_rows, arrays)
-        return self._arrays.made
+            return backend.decode_arrays(self._rows_of(sources), positions, kinds)
+
+        return _kept(self._arrays, sources, num_rows, make)
 
     def _rows_of(self, sources: Sequence[SourceTable]) -> list[ScheduledSequence]:
         """Return a row for each source; those of the call before are taken over."""
@@ -115,6 +120,20 @@ class SourceRows:
         plan = self._backend.plan([_row(source, 0, source.num_tokens) for source in sources])
         for pool, (keys, values) in zip(pools, layers, strict=True):
             self._backend.write(pool, plan, keys, values)
+
+
+def _kept(
+    latest: deque[_Latest],
+    sources: list[SourceTable],
+    num_rows: int,
+    make: Callable[[Sequence[SourceTable], int], Any],
+) -> Any:
+    """Return what was made for these rows, or make it and drop the oldest."""
+    for each in latest:
+        if each.num_rows == num_rows and each.sources == sources:
+            return each.made
+    latest.append(_Latest(sources, num_rows, make(sources, num_rows)))
+    return latest[-1].made
 
 
 def sources_of(sequences: Sequence[ScheduledSequence]) -> list[SourceTable]:

@@ -8,9 +8,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.types.step import ScheduledSequence, SourceTable
 from mlx_parallm.worker.attention import dense
 from mlx_parallm.worker.attention import reference as reference_module
 from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.generation.source_rows import SourceRows
 from tests.builders.kernel_cases import Case, Trial
 from tests.builders.source_cases import ROWS, SOURCES, source_cases
 from tests.compiled_attention import CompiledAttention
@@ -78,3 +80,16 @@ def test_compiled_rows_are_those_of_a_plan(distances: int | None) -> None:
         distance_bias=trial.bias,
     )
     assert mx.allclose(output, wanted, rtol=1e-5, atol=1e-5).item()
+
+
+def test_rows_that_take_turns_are_planned_once() -> None:
+    rows = SourceRows(ReferenceAttention(16))
+    sources = [SourceTable(block_table=(i,), num_tokens=5 + i) for i in range(4)]
+    row = ScheduledSequence(seq_id=0, slot=0, start=3, token_ids=(1,), block_table=(9,))
+    every = [replace(row, source=source) for source in sources]
+    planned = [rows.plan(every), rows.plan(every[:3]), rows.plan(every), rows.plan(every[:3])]
+    assert planned[0] is planned[2] is not planned[1]
+    assert planned[1] is planned[3]
+    assert rows.plan(every[1:]) is not planned[0]
+    # The oldest is dropped.
+    assert rows.plan(every) is not planned[0]
