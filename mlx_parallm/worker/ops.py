@@ -247,6 +247,53 @@ class PoolBatch(Op[list[np.ndarray]]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ActRows:
+    """The choice of the actions of a batch's rows.
+
+    Attributes:
+        seeds: uint32 ``[rows, 2]``: a request's seed, and the row's place in the request.
+        is_deterministic: bool ``[rows]``: True for the likeliest action.
+        action_mask: bool ``[rows, choices]`` or ``[rows, time, choices]``; None: all are allowed.
+        actions: actions to judge, for rows where ``is_judged``; None without any.
+        is_judged: bool ``[rows]``; None without any.
+    """
+
+    seeds: np.ndarray
+    is_deterministic: np.ndarray
+    action_mask: np.ndarray | None = None
+    actions: np.ndarray | None = None
+    is_judged: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetOutputs:
+    """The outputs of a ``NetBatch`` (or ``ActResult``'s) and its next states, by name."""
+
+    outputs: Mapping[str, np.ndarray]
+    states: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetBatch(Op[NetOutputs]):
+    """Run a small net over rows, which have equally many times if they have any.
+
+    Attributes:
+        model: the model.
+        inputs: by name, in the dtypes of the net's signature.
+        states: before the first time, by name; None for zeros.
+        episode_start: bool ``[rows, time]`` (``[rows]`` without time): where states are zeros
+            again; None: nowhere.
+        act: how actions are chosen; None for the outputs alone.
+    """
+
+    model: str
+    inputs: Mapping[str, np.ndarray]
+    states: Mapping[str, np.ndarray] | None = None
+    episode_start: np.ndarray | None = None
+    act: ActRows | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PutTensors(Op[None]):
     """Keep host tensors by name under a handle, beside those that it has already.
 
