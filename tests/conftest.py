@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.fake_mac.mac import FakeMac, pretend
 from tests.forking_parent import shared_parent
+from tests.mlx_header import precompile_header
 from tests.scoring_server import write_models
 from tests.server_process import ServerProcess, serving
 
@@ -35,8 +37,11 @@ settings.register_profile(
 settings.load_profile("steady")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Set up what all HTTP clients and all servers of tests share."""
+    # Once, before there are workers of xdist.
+    if sys.platform == "linux" and not hasattr(config, "workerinput"):
+        precompile_header()
     # The collection makes millions of objects and little garbage: looking for it takes a quarter.
     gc.disable()
     # The limit of pytest ends a test that hangs; no client gives up earlier.
