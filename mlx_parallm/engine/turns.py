@@ -17,6 +17,11 @@ BATCH_SHARE = 0.7
 #: STALL_WAIT_S: seconds to wait for a command when work exists but none can run, and what it waits
 #: for does not wake the loop.
 STALL_WAIT_S = 0.01
+#: SHORT_S: seconds of a turn that runs behind steps in flight instead of settling them: their
+#: tokens come later by no more than this, and their next step is queued already.
+SHORT_S = 0.0005
+#: MAX_SHORT_S: most seconds of a round for short forwards beside streams; others take turns.
+MAX_SHORT_S = 0.002
 
 
 class TurnClass(IntEnum):
@@ -76,6 +81,11 @@ class TurnTaker(Protocol):
         """The seconds of its usual step; 0 before the first, or if it takes what it is given."""
         return 0.0
 
+    @property
+    def predicted_s(self) -> float:
+        """The seconds that its next step will take; inf if unknown. Call it only with work."""
+        return math.inf
+
     def step(self, within_s: float | None = None) -> Sequence[Event] | None:
         """Run a step, or a part of one; return its events, or None if nothing could run.
 
@@ -100,10 +110,11 @@ class TurnTaker(Protocol):
 
 
 class Turns:
-    """The policy: streams step every round; beside them, one other turn-taker does.
+    """The policy: streams step every round; beside them, short forwards and one other taker do.
 
     The classes of others share these turns by ``GAPS``. A turn that one does not want goes to the
-    others.
+    others. Forwards of up to ``SHORT_S`` take none of them: up to ``MAX_SHORT_S`` of them run
+    before the streams of each round, so that they wait for one round at most.
     """
 
     def __init__(
@@ -130,16 +141,30 @@ class Turns:
         busy = [taker for taker in takers if taker.has_work()]
         streams = [taker for taker in busy if taker.turn_class is TurnClass.STREAMS]
         others = [taker for taker in busy if taker.turn_class is not TurnClass.STREAMS]
+        rest = self._step_short(others) if streams else others
         outcomes = [taker.step() for taker in streams]
-        # Tokens do not wait for the steps of others.
+        # Tokens do not wait for the turns of others.
         self._send([event for outcome in outcomes if outcome for event in outcome])
-        self._step_others(others, [taker for taker in streams if taker.has_work()])
+        self._step_others(rest, [taker for taker in streams if taker.has_work()])
         is_stalled = all(outcome is None for outcome in outcomes)
         return _wait_s(streams, others, is_stalled=is_stalled)
 
     def _send(self, events: Sequence[Event]) -> None:
         if events:
             self._deliver(events)
+
+    def _step_short(self, others: Sequence[TurnTaker]) -> Sequence[TurnTaker]:
+        """Step short forwards, oldest first, while a round has time; return all other takers."""
+        short = [taker for taker in others if _is_short(taker)]
+        left_s = MAX_SHORT_S
+        stepped: list[TurnTaker] = []
+        for taker in sorted(short, key=lambda taker: taker.waiting_since_s):
+            left_s -= taker.predicted_s
+            if left_s < 0.0:
+                break
+            self._send(taker.step(SHORT_S) or ())
+            stepped.append(taker)
+        return [taker for taker in others if taker not in stepped]
 
     def _step_others(self, others: Sequence[TurnTaker], streams: Sequence[TurnTaker]) -> None:
         """Step all that are ready; beside streams only one of them."""
@@ -177,6 +202,11 @@ class Turns:
         if self._max_stall_s is None:
             return BATCH_SHARE * turn_s
         return max(0.0, TARGET_SHARE * self._max_stall_s - turn_s)
+
+
+def _is_short(taker: TurnTaker) -> bool:
+    is_forward = taker.turn_class is TurnClass.FORWARD
+    return is_forward and taker.ready_in_s() == 0.0 and taker.predicted_s <= SHORT_S
 
 
 def _wait_s(

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.models import ServedEngine
-from mlx_parallm.engine.turns import TurnClass
+from mlx_parallm.engine.turns import SHORT_S, TurnClass
 from mlx_parallm.numerics.fits import OnlineFit
 from mlx_parallm.pooling.adapters import EncoderAdapterSet
 from mlx_parallm.pooling.metrics import PoolingMetrics
@@ -31,9 +31,6 @@ from mlx_parallm.types.pooling import (
 )
 
 logger = logging.getLogger(__name__)
-# SHORT_S: seconds of a batch that runs behind steps in flight instead of settling them: their
-# tokens come later by no more than this, and their next step is queued already.
-SHORT_S = 0.0005
 # FIRST_TOKENS: padded tokens of the first batch, before any cost is measured.
 FIRST_TOKENS = 64
 # GROWTH: a batch may have this many times the tokens of the largest so far; predictions beyond

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import count, pairwise
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.engine.turns import GAPS, TurnClass, Turns, TurnTaker
+from mlx_parallm.engine.turns import GAPS, MAX_SHORT_S, SHORT_S, TurnClass, Turns, TurnTaker
 from mlx_parallm.types.work import Event
 
 CLASSES = (TurnClass.FORWARD, TurnClass.BATCHES, TurnClass.TRAINING)
@@ -27,7 +28,12 @@ class Taker(TurnTaker):
         self.name = name
         self.arrivals: list[int] = []
         self.waits_s = 0.0
+        self.known_s = math.inf
         self.turns: list[Taker] = []
+
+    @property
+    def predicted_s(self) -> float:
+        return self.known_s
 
     @property
     def waiting_since_s(self) -> float:
@@ -51,6 +57,11 @@ class Stream(Taker):
     def __init__(self) -> None:
         super().__init__(TurnClass.STREAMS)
         self.num_steps = 0
+        self.num_settled = 0
+
+    def settle(self) -> Sequence[Event]:
+        self.num_settled += 1
+        return ()
 
     def has_work(self) -> bool:
         return True
@@ -183,3 +194,99 @@ def test_without_streams_all_step() -> None:
 
 def test_every_class_but_streams_has_a_gap() -> None:
     assert GAPS.keys() | {TurnClass.STREAMS} == set(TurnClass)
+
+
+def short_nets(*seconds: float) -> list[Taker]:
+    """Return nets whose next forwards take these seconds, oldest first."""
+    nets = [Taker(TurnClass.FORWARD, number) for number, _ in enumerate(seconds)]
+    log: list[Taker] = []
+    for age, (net, each_s) in enumerate(zip(nets, seconds, strict=True)):
+        net.known_s, net.arrivals, net.turns = each_s, [age], log
+    return nets
+
+
+@given(st.lists(WANTED, max_size=40), st.data())
+def test_short_forwards_take_no_turn(
+    rounds: list[frozenset[TurnClass]], data: st.DataObject
+) -> None:
+    expected = [each.taken for each in run(rounds)]
+    turns, stream = Turns(lambda events: None), Stream()
+    takers = [Taker(turn_class) for turn_class in CLASSES]
+    (net,) = short_nets(SHORT_S)
+    for number, (wanted, taken) in enumerate(zip(rounds, expected, strict=True)):
+        acts = data.draw(st.booleans())
+        net.arrivals, net.turns = [number] if acts else [], []
+        log: list[Taker] = []
+        for taker in takers:
+            taker.turns, taker.arrivals = log, [number] if taker.turn_class in wanted else []
+        turns.take([stream, *takers, net])
+        assert [each.turn_class for each in log] == ([] if taken is None else [taken])
+        assert len(net.turns) == acts, "a short forward waits for no other"
+
+
+def test_short_forwards_run_before_streams_and_settle_nobody() -> None:
+    order: list[str] = []
+
+    class Noted(Stream):
+        def step(self, within_s: float | None = None) -> Sequence[Event]:
+            order.append("stream")
+            return super().step(within_s)
+
+    class Net(Taker):
+        @property
+        def settles_others(self) -> bool:
+            return True
+
+        def step(self, within_s: float | None = None) -> Sequence[Event]:
+            order.append(f"net within {within_s}")
+            return super().step(within_s)
+
+    stream, net = Noted(), Net(TurnClass.FORWARD)
+    net.known_s, net.arrivals = SHORT_S, [0, 0]
+    turns = Turns(lambda events: None)
+    turns.take([stream, net])
+    assert order == [f"net within {SHORT_S}", "stream"]
+    assert stream.num_settled == 0
+    net.known_s = 2 * SHORT_S
+    turns.take([stream, net])
+    assert order[2:] == ["stream", f"net within {0.0}"], "a longer one waits for its turn"
+    assert stream.num_settled == 1
+
+
+@pytest.mark.parametrize("each_s", [SHORT_S, 0.7 * SHORT_S, 0.2 * SHORT_S])
+def test_short_forwards_of_a_round_are_bounded(each_s: float) -> None:
+    nets = short_nets(*[each_s] * 20)
+    log = nets[0].turns
+    turns = Turns(lambda events: None)
+    num_short = min(20, int(MAX_SHORT_S / each_s))
+    turns.take([Stream(), *nets])
+    # One of those that are left has the round's turn.
+    assert [net.name for net in log] == list(range(min(20, num_short + 1)))
+    while any(net.arrivals for net in nets):
+        before = len(log)
+        turns.take([Stream(), *nets])
+        assert len(log) - before <= num_short + 1
+    assert [net.name for net in log] == list(range(20)), "the oldest go first"
+
+
+@pytest.mark.parametrize("turn_class", [TurnClass.BATCHES, TurnClass.TRAINING])
+def test_short_steps_of_other_classes_take_turns(turn_class: TurnClass) -> None:
+    (net,), (other,) = short_nets(math.inf), short_nets(SHORT_S / 10)
+    other.turn_class, other.turns = turn_class, net.turns
+    turns = Turns(lambda events: None)
+    turns.take([Stream(), net, other])
+    assert len(net.turns) == 1
+
+
+def test_a_short_forward_that_still_waits_does_not_run() -> None:
+    (net,) = short_nets(SHORT_S)
+    net.waits_s = 0.5
+    assert Turns(lambda events: None).take([Stream(), net]) == 0.0
+    assert net.arrivals
+
+
+@pytest.mark.parametrize("known_s", [SHORT_S, math.inf])
+def test_without_streams_forwards_step_once_a_round(known_s: float) -> None:
+    nets = short_nets(*[known_s] * 9)
+    Turns(lambda events: None).take(nets)
+    assert [net.name for net in nets[0].turns] == list(range(9))
