@@ -72,6 +72,21 @@ class PolicySpec:
     high: tuple[float, ...] | None = None
     sizes: tuple[int, ...] = ()
 
+    @property
+    def has_choices(self) -> bool:
+        """True if a mask may forbid some of its actions."""
+        return self.distribution in {Distribution.CATEGORICAL, Distribution.MULTI_CATEGORICAL}
+
+    @property
+    def results(self) -> frozenset[ActResult]:
+        """The results that acts have; a squashed Gaussian's entropy has no formula."""
+        lacking = {
+            Distribution.SQUASHED_GAUSSIAN: {ActResult.ENTROPY},
+            Distribution.DETERMINISTIC: {ActResult.ENTROPY, ActResult.LOG_PROBS},
+        }
+        values = {ActResult.VALUES} if self.value is None else set[ActResult]()
+        return frozenset(ActResult) - lacking.get(self.distribution, set()) - values
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetSignature:

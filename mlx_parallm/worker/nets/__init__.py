@@ -1,0 +1,1 @@
+"""Small nets on the device."""
