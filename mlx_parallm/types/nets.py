@@ -38,11 +38,13 @@ class TensorSpec:
         dtype: NumPy's name, or "bfloat16".
         shape: the rows, which are ``ANY``; then time, which is ``ANY`` too, if the tensor has it;
             then sizes.
+        num_choices: whole numbers must be from 0 to below it; None: they may be any.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    num_choices: int | None = None
 
     @property
     def has_time(self) -> bool:

@@ -1,0 +1,1 @@
+"""Small nets of named layers, as their folders describe them."""
