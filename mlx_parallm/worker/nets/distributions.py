@@ -296,8 +296,8 @@ def _family(policy: PolicySpec, outputs: Mapping[str, mx.array], mask: mx.array 
 
 
 def _log_std(policy: PolicySpec, outputs: Mapping[str, Any], mean: mx.array) -> mx.array:
-    """Return ``log_std`` in the shape of the mean; a free parameter may lack time."""
+    """Return ``log_std`` in the shape of the mean; a free parameter lacks time, if not rows too."""
     log_std = outputs[policy.log_std or ""].astype(mx.float32)
-    if log_std.ndim < mean.ndim:
-        log_std = mx.expand_dims(log_std, list(range(1, 1 + mean.ndim - log_std.ndim)))
+    if 1 < log_std.ndim < mean.ndim:
+        log_std = log_std[:, None]
     return mx.broadcast_to(log_std, mean.shape)

@@ -1,0 +1,1 @@
+"""Folders of policies from other libraries, and a trainer of policies that are served."""
