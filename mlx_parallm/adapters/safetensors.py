@@ -1,4 +1,4 @@
-"""A reader of safetensors files in memory that checks all of the header.
+"""A reader of safetensors files in memory that checks all of the header, and a writer.
 
 The format is that of https://github.com/huggingface/safetensors: eight bytes of header length, a
 JSON header of names, dtypes, shapes and offsets, and the tensors' bytes. It holds no code, so
@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -28,6 +29,7 @@ _METADATA = "__metadata__"
 _BFLOAT16 = "BF16"
 # _LAYOUTS: NumPy's dtype for each dtype of the format; dtypes that NumPy lacks are read as bits.
 _LAYOUTS: dict[str, str] = {
+    "F64": "<f8",
     "F32": "<f4",
     "F16": "<f2",
     _BFLOAT16: "<u2",
@@ -42,12 +44,32 @@ _LAYOUTS: dict[str, str] = {
     "U32": "<u4",
     "U16": "<u2",
     "U8": "u1",
+    "BOOL": "?",
 }
+# _EIGHT_BITS: floats that only packed weights have.
+_EIGHT_BITS = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0"})
 #: ``FLOATS``: the dtypes allowed in adapters.
 FLOATS = frozenset({"F32", "F16", _BFLOAT16})
 #: ``MODEL_DTYPES``: the dtypes allowed in models, packed ones included. MLX keeps eight-bit floats
 #: as uint8, so they are read as such.
-MODEL_DTYPES = frozenset(_LAYOUTS)
+MODEL_DTYPES = frozenset(_LAYOUTS) - {"F64", "BOOL"}
+#: ``INPUT_DTYPES``: the dtypes of the inputs of nets.
+INPUT_DTYPES = frozenset(_LAYOUTS) - _EIGHT_BITS
+# _NAMES: the format's dtype for each of NumPy's kinds and sizes.
+_NAMES = {np.dtype(_LAYOUTS[name]).str: name for name in INPUT_DTYPES if name != _BFLOAT16}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """The content of a safetensors file.
+
+    Attributes:
+        tensors: by name, views of the file's bytes.
+        metadata: texts by name.
+    """
+
+    tensors: Mapping[str, HostTensor]
+    metadata: Mapping[str, str]
 
 
 def read_safetensors(
@@ -69,6 +91,47 @@ def read_safetensors(
         InvalidRequestError: it is no such file, is truncated, or has a tensor of another dtype.
     """
     header, start = _read_header(data, param, max_header)
+    header.pop(_METADATA, None)
+    return _read_tensors(header, start, data, param, dtypes)
+
+
+def read_file(data: bytes | bytearray, *, param: str, max_header: int = _MAX_HEADER) -> TensorFile:
+    """Return tensors of ``INPUT_DTYPES`` and the metadata of a file; see ``read_safetensors``."""
+    header, start = _read_header(data, param, max_header)
+    metadata = header.pop(_METADATA, {})
+    if not is_object(metadata) or not all(isinstance(text, str) for text in metadata.values()):
+        raise _wrong(f"its {_METADATA} is no object of texts", param)
+    return TensorFile(_read_tensors(header, start, data, param, INPUT_DTYPES), metadata)
+
+
+def write_file(tensors: Mapping[str, HostTensor], metadata: Mapping[str, str]) -> bytes:
+    """Return a file with these tensors, of ``INPUT_DTYPES``, and texts."""
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    parts: list[memoryview | bytes] = []
+    end = 0
+    for name, tensor in tensors.items():
+        dtype = tensor.array.dtype.newbyteorder("<")
+        little = np.ascontiguousarray(tensor.array.astype(dtype, copy=False))
+        header[name] = {
+            "dtype": _BFLOAT16 if tensor.is_bfloat16 else _NAMES[little.dtype.str],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + little.nbytes],
+        }
+        parts.append(little.data.cast("B") if little.size else b"")
+        end += little.nbytes
+    head = json.dumps(header).encode()
+    # The format wants no alignment, but readers like it.
+    head += b" " * (-len(head) % _LENGTH_BYTES)
+    return b"".join((len(head).to_bytes(_LENGTH_BYTES, "little"), head, *parts))
+
+
+def _read_tensors(
+    header: Mapping[str, Any],
+    start: int,
+    data: bytes | bytearray,
+    param: str,
+    dtypes: Collection[str],
+) -> dict[str, HostTensor]:
     tensors: dict[str, HostTensor] = {}
     file_bytes = memoryview(data)
     end = 0
@@ -103,7 +166,6 @@ def _read_header(
         raise _wrong(f"its header cannot be read: {error}", param) from None
     if not is_object(header):
         raise _wrong("its header is no object", param)
-    header.pop(_METADATA, None)
     return header, _LENGTH_BYTES + length
 
 
@@ -130,7 +192,11 @@ def _read_tensor(name: str, entry: dict[str, Any], raw: memoryview, param: str) 
     begin, end = entry["data_offsets"]
     if end - begin != layout.itemsize * math.prod(shape) or len(raw) != end - begin:
         raise _wrong(f"tensor {name[:100]!r} has other bytes than its shape {shape} needs", param)
-    array = np.frombuffer(raw, layout).reshape(shape)
+    try:
+        array = np.frombuffer(raw, layout).reshape(shape)
+    except ValueError:
+        # A size of 0 allows any others.
+        raise _wrong(f"tensor {name[:100]!r} has sizes that are too large", param) from None
     # np.require copies an unaligned array, which some consumers cannot read.
     return HostTensor(np.require(array, requirements="A"), is_bfloat16=dtype == _BFLOAT16)
 

@@ -1,0 +1,1 @@
+"""Routes of nets and policies."""
