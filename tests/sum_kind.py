@@ -6,12 +6,15 @@ import json
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.answer_reader import AnswerReader
+from mlx_parallm.engine.build import build_models
+from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.kind import (
     BuildContext,
     BuiltModel,
@@ -20,16 +23,24 @@ from mlx_parallm.engine.kind import (
     ModelFolder,
     OpenModel,
 )
+from mlx_parallm.engine.local_life import LocalLife
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.models import KindTraits, ModelMemory, ServedEngine, ServedModel
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.engine.status import RequestDoor
 from mlx_parallm.engine.turns import TurnClass
-from mlx_parallm.types.errors import InvalidRequestError, RequestAbortedError, StepError
+from mlx_parallm.types.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    RequestAbortedError,
+    StepError,
+)
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.work import CacheScope, Ends, RequestWork
 
 TRAITS = KindTraits(name="sum", loads_later=True)
+#: MAX_NUMBER: the engine refuses greater ones.
+MAX_NUMBER = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +106,8 @@ class SumEngine(ServedEngine):
         return bool(self._waiting) and not self.is_paused
 
     def submit(self, request: SumRequest, *, arrival_s: float | None = None) -> Sequence[SumEvent]:
+        if max(request.numbers) > MAX_NUMBER:
+            raise OverloadedError("That is too much.")
         self._waiting.append(request)
         return ()
 
@@ -180,6 +193,15 @@ class SumKind(KindBuilder[SumClient]):
 
     def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:
         return lambda families, worker: PendingSum(config, path, families)
+
+
+def sum_core(folder: Path, *names: str) -> EngineCore:
+    """Return a core with models that add numbers; it is not started."""
+    write_sum_model(folder, 1000)
+    models = tuple(ModelConfig(path=str(folder), served_names=(name,)) for name in names)
+    config, kinds = EngineConfig(models=models), (SumKind(),)
+    build = partial(build_models, kinds)
+    return EngineCore(config, kinds, LocalLife(config, lambda *_: None, build))
 
 
 def write_sum_model(folder: Path, num_bytes: int) -> Path:

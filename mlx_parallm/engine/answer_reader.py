@@ -17,10 +17,12 @@ class AnswerReader(Generic[T]):
     Attributes:
         request: whose answer this is.
         num_samples: 0, since the request takes no place among sequences.
+        has_one_event: True.
         is_overfull: False, since there is only one event.
     """
 
     num_samples = 0
+    has_one_event = True
     is_overfull = False
 
     def __init__(self, request: Any) -> None:

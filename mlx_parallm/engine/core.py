@@ -101,10 +101,6 @@ class EngineCore:
         self._cause: BaseException | None = None
         self._draining = False
         self._is_stopping = False
-        # Requests that wait for their model or adapter.
-        self._num_entering = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
         limits = {kind.traits.name: kind.memory_limit(config) for kind in kinds}
         self._residency = Residency(
             ModelLoader(self, config, kinds),
@@ -174,8 +170,8 @@ class EngineCore:
             # An engine that is dead or asleep ends no requests, so there is nothing to wait for.
             with contextlib.suppress(EngineDeadError, InvalidRequestError):
                 await self.control.resume()
-        if self._is_busy and not self.control.is_paused:
-            await self._idle.wait()
+        if not self.control.is_paused:
+            await self._streams.idle.wait()
 
     def statuses(self) -> Sequence[ModelStatus]:
         """See ``ModelDirectory``."""
@@ -237,6 +233,9 @@ class EngineCore:
     ) -> Any:
         """Admit a request of any kind of model; return the reader of its events.
 
+        A reader of one event may get a refusal of the engine instead, so that the event loop is
+        woken once for the request and not for its admission.
+
         Args:
             request: names a model or an adapter.
             reader: reads the events; a new one of the model if it is not given.
@@ -257,9 +256,7 @@ class EngineCore:
         if entry.model is not None and not is_beside:
             entry.model.check(request)
         base = entry.names[0]
-        self._num_entering += 1
-        self._idle.clear()
-        try:
+        with self._streams.entering():
             if adapter is not None:
                 await self.control.ensure_loaded(adapter.name, base)
                 self.control.check_open()
@@ -274,11 +271,23 @@ class EngineCore:
             except BaseException:
                 self._residency.end(entry)
                 raise
-        finally:
-            self._num_entering -= 1
-            self.note_open()
-        await self._admit(request, adapter)
+        if reader.has_one_event and adapter is None:
+            await self._submit(request, reader)
+        else:
+            await self._admit(request, adapter)
         return reader
+
+    async def _submit(self, request: Request, reader: EventReader) -> None:
+        """Send an open request of one event, which is the refusal if it is refused."""
+        refuse = partial(self._streams.fail, request.request_id, reader)
+        arrival_s = time.monotonic()
+        try:
+            self.mailbox.submit(
+                lambda reply: Submit(request=request, arrival_s=arrival_s, reply=reply), refuse
+            )
+        except OSError:
+            await self.abort(request.request_id)
+            raise
 
     async def _admit(self, request: Request, adapter: NamedAdapter | None) -> None:
         """Ask the thread to admit an open request; close the request if it is refused."""
@@ -291,12 +300,12 @@ class EngineCore:
             await self.abort(request_id)
             raise
         if refusal is not None:
-            self._close(request_id)
+            self._streams.close(request_id)
             raise refusal
 
     async def abort(self, request_id: str) -> None:
         """End a request between two steps and free its blocks; unknown ids are ignored."""
-        if self._close(request_id):
+        if self._streams.close(request_id):
             self.mailbox.send(Abort(request_id=request_id))
 
     async def cancel(self, request_id: str) -> None:
@@ -337,7 +346,7 @@ class EngineCore:
 
     async def wait_until_idle(self) -> None:
         """Return once no request is open."""
-        await self._idle.wait()
+        await self._streams.idle.wait()
 
     def open_requests(self) -> Sequence[Any]:
         """Return the requests that were admitted and have not ended."""
@@ -473,28 +482,9 @@ class EngineCore:
     def _dispatch(self, events: Sequence[Event]) -> None:
         for request_id in self._streams.dispatch(events):
             self.mailbox.send(Abort(request_id=request_id))
-        self.note_open()
-
-    def _close(self, request_id: str) -> bool:
-        """Forget a stream; False if it was not open."""
-        was_open = self._streams.close(request_id)
-        self.note_open()
-        return was_open
-
-    @property
-    def _is_busy(self) -> bool:
-        return len(self._streams) + self._num_entering > 0
-
-    def note_open(self) -> None:
-        """Update ``_idle`` after something has been opened or closed."""
-        if self._is_busy:
-            self._idle.clear()
-        else:
-            self._idle.set()
 
     def _fail_everything(self) -> None:
         error = RequestLostError("The engine thread died.")
         error.__cause__ = self._cause
         self._streams.end_all(error)
-        self.note_open()
         self.mailbox.fail(error)

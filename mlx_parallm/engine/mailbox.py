@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,17 @@ class _Open:
 
 
 class OpenStreams:
-    """Finds the reader of each event. Lives on the event loop."""
+    """Finds the reader of each event. Lives on the event loop.
+
+    Attributes:
+        idle: set while no request is open or enters.
+    """
 
     def __init__(self) -> None:
         self._streams: dict[str, _Open] = {}
+        self._num_entering = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
         #: Samples of all requests; those that have ended count until their request has.
         self.num_samples = 0
 
@@ -46,6 +53,21 @@ class OpenStreams:
         """Return all requests."""
         return [stream.request for stream in self._streams.values()]
 
+    @contextmanager
+    def entering(self) -> Generator[None]:
+        """Count a request that waits for its model or adapter while the block runs."""
+        self._num_entering += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self._num_entering -= 1
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._streams and not self._num_entering:
+            self.idle.set()
+
     def open(
         self, request: Request, reader: EventReader, on_close: Callable[[], None] = lambda: None
     ) -> None:
@@ -62,6 +84,7 @@ class OpenStreams:
                 f"Request id {request_id!r} is already in use.", param="request_id"
             )
         self._streams[request_id] = _Open(request, reader, on_close)
+        self.idle.clear()
         self.num_samples += reader.num_samples
 
     def close(self, request_id: str) -> bool:
@@ -71,6 +94,7 @@ class OpenStreams:
             return False
         self.num_samples -= stream.reader.num_samples
         stream.on_close()
+        self._note_idle()
         return True
 
     def dispatch(self, events: Sequence[Event]) -> Sequence[str]:
@@ -88,6 +112,13 @@ class OpenStreams:
                 self.close(event.request_id)
                 unread.append(event.request_id)
         return unread
+
+    def fail(self, request_id: str, reader: EventReader, error: ParallmError) -> None:
+        """End the request of this reader with an error, unless it has ended."""
+        stream = self._streams.get(request_id)
+        if stream is not None and stream.reader is reader:
+            reader.fail(error)
+            self.close(request_id)
 
     def end_all(self, error: ParallmError) -> None:
         """End every request with this error."""
@@ -116,10 +147,7 @@ class Mailbox:
 
     async def ask(self, command: Callable[[Callable[[Any], None]], Command]) -> Any:
         """Return the thread's reply to a command; EngineDeadError if it dies before replying."""
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            # Another loop will never handle the events that it has not handled yet.
-            self._loop, self._room = loop, threading.Semaphore(MAX_BEHIND)
+        loop = self._enter()
         answer: asyncio.Future[Any] = loop.create_future()
 
         def reply(result: Any) -> None:
@@ -134,6 +162,31 @@ class Mailbox:
             return await answer
         finally:
             self._answers.discard(answer)
+
+    def submit(
+        self,
+        command: Callable[[Callable[[ParallmError | None], None]], Command],
+        refuse: Callable[[ParallmError], None],
+    ) -> None:
+        """Send a command whose success is seen by its events; ``refuse`` gets a refusal.
+
+        The loop is not woken for the reply of what is admitted.
+        """
+        self._enter()
+
+        def reply(refusal: ParallmError | None) -> None:
+            if refusal is not None:
+                self.post(refuse, refusal)
+
+        self.send(command(reply))
+
+    def _enter(self) -> asyncio.AbstractEventLoop:
+        """Return the running loop, which gets what is posted from now on."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            # Another loop will never handle the events that it has not handled yet.
+            self._loop, self._room = loop, threading.Semaphore(MAX_BEHIND)
+        return loop
 
     def post(self, callback: Callable[..., None], *arguments: object) -> None:
         """From the thread: run a callback on the loop, unless there is no loop."""

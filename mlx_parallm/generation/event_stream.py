@@ -26,8 +26,11 @@ class EventStream:
     Attributes:
         request: whose events these are.
         num_samples: see ``EventReader``.
+        has_one_event: False.
         is_complete: True if the last event has arrived (it may not have been read yet).
     """
+
+    has_one_event = False
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request

@@ -72,9 +72,11 @@ class OutputReader:
         request: whose events these are.
         num_samples: see ``EventReader``.
         is_complete: see ``EventReader``.
+        has_one_event: False: its thread waits for nothing else, and a refusal is raised early.
         is_overfull: False, since events are not kept.
     """
 
+    has_one_event = False
     is_overfull = False
 
     def __init__(

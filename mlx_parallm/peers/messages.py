@@ -166,11 +166,13 @@ class Reply:
 class Open:
     """From an HTTP process: admit a request; the reply is None or the refusal.
 
-    ``num_samples`` is that of its reader.
+    ``num_samples`` and ``has_one_event`` are those of its reader. A request that has one event is
+    answered by that, or by the refusal.
     """
 
     request: Request
     num_samples: int
+    has_one_event: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,9 @@ class HttpPeer:
         """Take a message of the HTTP process; False if it is not about requests."""
         match message:
             case Open(request):
-                task = self._begin(number, self._admit(message))
+                task = self._begin(
+                    number, self._admit(message), sends_none=not message.has_one_event
+                )
                 self._tasks[request.request_id] = task
                 task.add_done_callback(lambda _: self._tasks.pop(request.request_id, None))
             case Abort(request_id=request_id):
@@ -197,7 +199,7 @@ class HttpPeer:
 
     async def _admit(self, message: Open) -> None:
         request = message.request
-        reader = ForwardingReader(request.request_id, message.num_samples, self._forward)
+        reader = ForwardingReader(message, self._forward)
         self._open[request.request_id] = reader
         try:
             await self._core.open_reader(request, reader)
@@ -215,8 +217,13 @@ class HttpPeer:
             self._open.pop(request_id, None)
             self._start(self._core.abort(request_id))
 
-    def _begin(self, number: int, work: Any) -> asyncio.Task[None]:
-        return self._start(self._answer(number, work))
+    def _begin(
+        self, number: int, work: Coroutine[Any, Any, Any], *, sends_none: bool = True
+    ) -> asyncio.Task[None]:
+        task = self._start(self._answer(number, work, sends_none=sends_none))
+        # A task that is cancelled at once has not begun its work.
+        task.add_done_callback(lambda _: work.close())
+        return task
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -224,8 +231,8 @@ class HttpPeer:
         task.add_done_callback(self._others.discard)
         return task
 
-    async def _answer(self, number: int, work: Any) -> None:
-        """Send the result of ``work``, or its error."""
+    async def _answer(self, number: int, work: Any, *, sends_none: bool) -> None:
+        """Send the result of ``work``, or its error; a result of None only if it ``sends_none``."""
         try:
             value = await work
         except ParallmError as refusal:
@@ -235,6 +242,8 @@ class HttpPeer:
         except Exception:
             logger.exception("a question of an HTTP process failed")
             value = EngineDeadError("The server failed to answer.")
+        if not sends_none and value is None:
+            return
         self.show()
         send_reply(self._wire.send, number, value)
 
@@ -265,21 +274,18 @@ class ForwardingReader:
         request_id: the request.
         num_samples: see ``EventReader``.
         is_complete: likewise.
+        has_one_event: likewise.
         is_overfull: False, since the reader of another process says when a client does not read.
     """
 
     is_overfull = False
 
-    def __init__(
-        self,
-        request_id: str,
-        num_samples: int,
-        send: Callable[[ForwardingReader, Event], None],
-    ) -> None:
-        self.request_id = request_id
-        self.num_samples = num_samples
+    def __init__(self, message: Open, send: Callable[[ForwardingReader, Event], None]) -> None:
+        self.request_id = message.request.request_id
+        self.num_samples = message.num_samples
+        self.has_one_event = message.has_one_event
         self.is_complete = False
-        self._num_open = num_samples
+        self._num_open = message.num_samples
         self._send = send
 
     def put(self, event: Event) -> None:

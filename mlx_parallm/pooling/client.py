@@ -73,12 +73,11 @@ class PoolingClient:
         unique = replace(request, request_id=f"{request.request_id}-{token_hex(8)}")
         try:
             reader: AnswerReader[PoolingResults] = await self._door.open_reader(unique)
+            return await reader.results()
         except ModelLoadingError:
             # The adapter was replaced: refresh the names, so that a retry sees the new one.
             await self._door.refresh()
             raise ModelLoadingError(request.model) from None
-        try:
-            return await reader.results()
         except asyncio.CancelledError:
             await self._door.abort(unique.request_id)
             raise

@@ -34,6 +34,7 @@ from mlx_parallm.peers.replies import Recipient, Replies
 from mlx_parallm.peers.wire import Wire
 from mlx_parallm.types.errors import ModelNotFoundError, ParallmError
 from mlx_parallm.types.request import WeightsVersion
+from mlx_parallm.types.work import EventReader
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +141,9 @@ class RemoteClient:
             raise self.not_found(request.model)
         model: ServedModel = status.model
         reader = model.reader(request)
+        if reader.has_one_event:
+            self._submit(request, reader)
+            return reader
         self._streams.open(request, reader)
         try:
             await self._ask(Open(request, reader.num_samples))
@@ -150,6 +154,13 @@ class RemoteClient:
             await self.abort(request.request_id)
             raise
         return reader
+
+    def _submit(self, request: Any, reader: EventReader) -> None:
+        """Send a request of one event, which is the refusal if it is refused."""
+        number = 0
+        self._streams.open(request, reader, lambda: self._replies.forget(number))
+        refuse = partial(self._streams.fail, request.request_id, reader)
+        number = self._send(Open(request, reader.num_samples, has_one_event=True), refuse)
 
     async def abort(self, request_id: str) -> None:
         """See ``RequestClient``."""

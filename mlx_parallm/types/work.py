@@ -170,6 +170,11 @@ class EventReader(Protocol):
         ...
 
     @property
+    def has_one_event(self) -> bool:
+        """True if the request ends with its first event, and nothing is done before that."""
+        ...
+
+    @property
     def is_complete(self) -> bool:
         """True once the last event was put."""
         ...

@@ -6,26 +6,35 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.peers import requests
 from mlx_parallm.peers.channel import Packed, pack
-from mlx_parallm.peers.messages import Catalog, Known, KnownModel, StartHttp
+from mlx_parallm.peers.messages import Catalog, Events, Known, KnownModel, Reply, StartHttp
 from mlx_parallm.peers.requests import Catalogs, HttpPeer
 from mlx_parallm.peers.wire import Wire
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.remote_client import RemoteClient
-from mlx_parallm.types.errors import ControlError, ModelNotFoundError, ShuttingDownError
+from mlx_parallm.types.errors import (
+    ControlError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    ShuttingDownError,
+)
 from mlx_parallm.types.events import FinishReason, TokenEvent
 from mlx_parallm.types.request import GenerateRequest
 from tests.fakes import FakeRunner, spell
 from tests.scripted_engine import engine_of, make_request
 from tests.scripted_process import builder
+from tests.sum_kind import MAX_NUMBER, SumClient, SumRequest, sum_core
 
 
 class Counted:
@@ -40,7 +49,8 @@ class Counted:
 class Pair:
     """An HTTP process and the process with the engines, on one event loop."""
 
-    def __init__(self, engine: AsyncEngine, catalogs: Catalogs | None = None) -> None:
+    def __init__(self, engine: EngineCore, catalogs: Catalogs | None = None) -> None:
+        self.core = engine
         start = StartHttp(engine.config, ServerConfig(), 64, "127.0.0.1", 2)
         self.shared = Counted()
         self.seen: list[Any] = []
@@ -247,3 +257,68 @@ async def test_events_that_cannot_be_read_end_the_connection(pair: Pair) -> None
     pair.here._on_lost = lost.set
     pair.there.send(Unreadable())
     await lost.wait()
+
+
+@pytest.fixture
+async def sums(tmp_path: Path) -> AsyncIterator[Pair]:
+    core = sum_core(tmp_path / "sum", "a")
+    core.start()
+    pair = Pair(core)
+    await pair.connect()
+    yield pair
+    pair.here.close()
+    pair.there.close()
+    core.stop()
+
+
+async def test_a_request_of_one_event_is_one_message_each_way(
+    sums: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[type] = []
+    take = sums.remote.take
+    monkeypatch.setattr(
+        sums.remote,
+        "take",
+        lambda message, number: received.append(type(message)) or take(message, number),
+    )
+    client = SumClient(sums.remote)
+    assert await client.add("x", "a", 1, 2) == 3
+    assert received == [Events]
+    assert not sums.remote._replies._pending
+    assert await asyncio.gather(*(client.add(str(n), "a", n) for n in range(9))) == list(range(9))
+    assert Reply not in received
+
+
+async def test_a_refusal_is_the_event_of_such_a_request(sums: Pair) -> None:
+    client = SumClient(sums.remote)
+    with pytest.raises(OverloadedError, match="too much"):
+        await client.add("x", "a", MAX_NUMBER + 1)
+    with pytest.raises(InvalidRequestError, match="nothing to add"):
+        await client.add("x", "a")
+    sums.core._draining = True
+    with pytest.raises(ShuttingDownError):
+        await client.add("x", "a", 1)
+    sums.core._draining = False
+    assert await client.add("x", "a", 1, 2) == 3
+    assert not sums.remote._replies._pending
+    assert len(sums.remote._streams) == 0
+    await sums.core.wait_until_idle()
+
+
+async def test_such_a_request_that_cannot_be_sent_is_refused(sums: Pair) -> None:
+    unsent: Any = SumRequest(request_id="x", model="a", numbers=(1, cast(Any, lambda: None)))
+    reader = await sums.remote.open_reader(unsent)
+    with pytest.raises(ControlError, match="pickle"):
+        await reader.results()
+    assert len(sums.remote._streams) == 0
+    assert await SumClient(sums.remote).add("x", "a", 1) == 1
+
+
+async def test_such_a_request_is_aborted_where_the_engines_are(sums: Pair) -> None:
+    await sums.core.control.pause(PauseMode.KEEP)
+    await sums.remote.open_reader(SumRequest(request_id="x", model="a", numbers=(1,)))
+    await sums.remote.abort("x")
+    assert not sums.remote._replies._pending
+    await sums.remote.wait("a")
+    await sums.core.wait_until_idle()
+    assert await sums.core.control.pause(PauseMode.KEEP) == 0
