@@ -9,7 +9,7 @@ from mlx_parallm.types.errors import ModelLoadError
 DEMO_NAME = "mlx-parallm-demo"
 PREFIX = "demo:"
 _PACKAGE = Path(__file__).resolve().parent
-DEMOS = ("mlm", "sentiment", "embed", "reward", "see", "translate")
+DEMOS = ("mlm", "sentiment", "embed", "reward", "see", "translate", "cartpole", "memory")
 DEMO_FOLDER = _PACKAGE / "chat"
 DEMO_FOLDERS = {
     DEMO_NAME: DEMO_FOLDER,
