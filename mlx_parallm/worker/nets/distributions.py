@@ -25,6 +25,8 @@ SQUASH_EPSILON = 1e-6
 #: ``TIME_STEP``: what a key's first word grows by from one time to the next. By the golden ratio,
 #: keys of n times have no word in common unless seeds are 2^32 / (2.24 n) apart.
 TIME_STEP = 0x9E3779B9
+#: ``LEAST_GUMBEL``: below Gumbel noise of every float32 between 0 and 1.
+LEAST_GUMBEL = -10.0
 _LOG_SQRT_2_PI = 0.5 * math.log(2 * math.pi)
 _FLOAT32_EPSILON = 2.0**-23
 
@@ -166,6 +168,9 @@ class _Choices(_Family):
         return list(mx.split(logits, list(accumulate(self.sizes))[:-1], axis=-1))
 
     def _best(self, logits: mx.array) -> mx.array:
+        if self.mask is not None:
+            # Logits that are allowed may be less than those that are not.
+            logits = mx.where(self.mask, logits, -mx.inf)
         best = [mx.argmax(part, axis=-1) for part in self._split(logits)]
         chosen = best[0] if self.is_single else mx.stack(best, axis=-1)
         return chosen.astype(mx.int64)
@@ -175,7 +180,8 @@ class _Choices(_Family):
 
     def draw(self, seeds: mx.array) -> mx.array:
         noise = _noise(mx.random.gumbel, seeds, self.log_probs.shape)
-        return self._best(self.log_probs + noise)
+        # The noise of a uniform 0 is infinite, and would exclude the only choice that is allowed.
+        return self._best(self.log_probs + mx.maximum(noise, LEAST_GUMBEL))
 
     def scores(self, actions: mx.array, latent: mx.array) -> dict[str, mx.array]:
         index = actions[..., None] if self.is_single else actions

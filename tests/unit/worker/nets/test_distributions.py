@@ -159,6 +159,37 @@ def test_masked_choices_are_never_drawn() -> None:
     assert judged[ActResult.LOG_PROBS].max() < -9e7
 
 
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("logit", [-3e38, -1e9, 0.0])
+def test_masks_hold_however_small_the_allowed_logits_are(greedy: bool, logit: float) -> None:
+    logits = mx.broadcast_to(mx.array([9.0, logit, 1e8]), (NUM_DRAWS, 3))
+    mask = mx.broadcast_to(mx.array([False, True, False]), (NUM_DRAWS, 3))
+    outputs = {"out": logits, "value": mx.zeros(1)}
+    results = act_on(policy_of("categorical"), outputs, greedy=greedy, action_mask=mask)
+    assert set(results[ActResult.ACTIONS]) == {1}
+
+
+def test_noise_of_a_uniform_zero_excludes_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx.random, "gumbel", lambda shape, key: mx.full(shape, -mx.inf))
+    outputs = {"out": mx.array([[-2.0, 0.5, 0.1]]), "value": mx.zeros(1)}
+    mask = mx.array([[True, False, True]])
+    results = act_on(policy_of("categorical"), outputs, action_mask=mask)
+    assert results[ActResult.ACTIONS].tolist() == [2]
+
+
+def test_saturated_actions_have_finite_scores() -> None:
+    outputs = {
+        "out": mx.array([[20.0, -20.0, 1e4]]),
+        "spread": mx.full((1, 3), 2.0),
+        "value": mx.zeros(1),
+    }
+    drawn = act_on(policy_of("squashed_gaussian"), outputs)
+    assert np.abs(drawn[ActResult.ACTIONS]).tolist() == [[1.0, 1.0, 1.0]]
+    judged = act_on(policy_of("squashed_gaussian"), outputs, actions=mx.array([[1.0, -1.0, 1.0]]))
+    for results in (drawn, judged):
+        assert np.isfinite(results[ActResult.LOG_PROBS]).all()
+
+
 def test_joint_choices_are_independent() -> None:
     logits = [0.3, -0.3, 5.0, 0.0, 1.0, -1.0]
     outputs = {"out": repeated(logits), "value": mx.zeros(1)}
