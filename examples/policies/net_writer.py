@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import save_file
+import torch  # pyright: ignore[reportMissingImports]
+from safetensors.torch import save_file
 from torch import nn  # pyright: ignore[reportMissingImports]
 
 
@@ -32,7 +32,7 @@ class NetWriter:
             "layers": [],
             "outputs": [],
         }
-        self.weights: dict[str, np.ndarray] = {}
+        self.weights: dict[str, torch.Tensor] = {}
         self._leading = [-1, -1] if has_time else [-1]
 
     def add_input(self, name: str, dtype: str, *sizes: int) -> str:
@@ -60,8 +60,7 @@ class NetWriter:
         layer = {"name": name, "type": kind, "inputs": list(inputs), **fields}
         self.config["layers"].append(layer)
         for part, tensor in (weights or {}).items():
-            array = tensor.detach().cpu().numpy() if hasattr(tensor, "detach") else tensor
-            self.weights[f"{name}.{part}"] = np.ascontiguousarray(array, np.float32)
+            self.weights[f"{name}.{part}"] = _stored(tensor)
         return name
 
     def add_module(self, name: str, module: nn.Module, source: str) -> str:
@@ -79,7 +78,9 @@ class NetWriter:
         if fields is None:
             raise UnknownPartError(f"{name} is {module}, which no layer of a net computes")
         kind = fields.pop("type")
-        return self.add(name, kind, source, weights=module.state_dict(), **fields)
+        weights = module.state_dict()
+        weights.pop("num_batches_tracked", None)
+        return self.add(name, kind, source, weights=weights, **fields)
 
     def save(self, folder: Path) -> None:
         """Write the folder."""
@@ -91,6 +92,12 @@ class NetWriter:
 
 
 Fields = dict[str, Any]
+
+
+def _stored(tensor: Any) -> torch.Tensor:
+    """Return a weight (torch's or NumPy's) as it is stored: nets have no float64."""
+    weight = torch.as_tensor(tensor).detach().cpu().clone().contiguous()
+    return weight.float() if weight.dtype == torch.float64 else weight
 
 
 def _plain(kind: str, *names: str) -> Callable[[Any], Fields]:
@@ -108,16 +115,64 @@ def _linear(module: Any) -> Fields:
 
 
 def _conv2d(module: Any) -> Fields | None:
-    if module.padding_mode != "zeros" or isinstance(module.padding, str):
+    padding = _padding(module)
+    if padding is None or module.padding_mode != "zeros":
         return None
     names = ("in_channels", "out_channels", "groups")
-    pairs = ("kernel_size", "stride", "padding", "dilation")
     return {
         "type": "conv2d",
         **{name: getattr(module, name) for name in names},
-        **{name: list(getattr(module, name)) for name in pairs},
+        "kernel_size": list(module.kernel_size),
+        "stride": list(module.stride),
+        "padding": padding,
+        "dilation": list(module.dilation),
         "bias": module.bias is not None,
     }
+
+
+def _padding(module: Any) -> list[int] | None:
+    """Return a convolution's padding as numbers; None if that of the two sides differs."""
+    if module.padding == "valid":
+        return [0, 0]
+    if module.padding != "same":
+        return list(module.padding)
+    pairs = zip(module.kernel_size, module.dilation, strict=True)
+    both = [dilation * (size - 1) for size, dilation in pairs]
+    return None if any(total % 2 for total in both) else [total // 2 for total in both]
+
+
+def _max_pool(module: Any) -> Fields | None:
+    if module.ceil_mode or module.dilation not in (1, (1, 1)):
+        return None
+    return _plain("max_pool2d", "kernel_size", "stride", "padding")(module)
+
+
+def _avg_pool(module: Any) -> Fields | None:
+    if module.ceil_mode or module.divisor_override or not module.count_include_pad:
+        return None
+    return _plain("avg_pool2d", "kernel_size", "stride", "padding")(module)
+
+
+def _batch_norm(module: Any) -> Fields | None:
+    if not module.track_running_stats:
+        return None
+    has_bias = not module.affine or module.bias is not None
+    return _plain("batch_norm", "num_features", "eps", "affine")(module) | {"bias": has_bias}
+
+
+def _over_last(kind: str) -> Callable[[Any], Fields | None]:
+    return lambda module: {"type": kind} if module.dim == -1 else None
+
+
+def _softplus(module: Any) -> Fields | None:
+    return {"type": "softplus"} if (module.beta, module.threshold) == (1, 20) else None
+
+
+def _embedding(module: Any) -> Fields | None:
+    # A largest norm would change the table whenever it is read.
+    if module.max_norm is not None:
+        return None
+    return _plain("embedding", "num_embeddings", "embedding_dim")(module)
 
 
 def _layer_norm(module: Any) -> Fields:
@@ -152,7 +207,11 @@ _MODULES: dict[type, Callable[[Any], Fields | None]] = {
     nn.Flatten: _flatten,
     nn.LSTM: _recurrent("lstm"),
     nn.GRU: _recurrent("gru"),
-    nn.Embedding: _plain("embedding", "num_embeddings", "embedding_dim"),
+    nn.Embedding: _embedding,
+    nn.BatchNorm1d: _batch_norm,
+    nn.BatchNorm2d: _batch_norm,
+    nn.MaxPool2d: _max_pool,
+    nn.AvgPool2d: _avg_pool,
     nn.Identity: _plain("identity"),
     # A trained model drops nothing.
     nn.Dropout: _plain("identity"),
@@ -166,4 +225,12 @@ _MODULES: dict[type, Callable[[Any], Fields | None]] = {
     nn.ELU: _plain("elu", "alpha"),
     nn.GELU: _plain("gelu", "approximate"),
     nn.LeakyReLU: _plain("leaky_relu", "negative_slope"),
+    nn.Softplus: _softplus,
+    nn.Softmax: _over_last("softmax"),
+    nn.LogSoftmax: _over_last("log_softmax"),
+    nn.Hardtanh: lambda module: {
+        "type": "clip",
+        "low": module.min_val,
+        "high": module.max_val,
+    },
 }

@@ -124,16 +124,19 @@ class BatchNorm(Layer):
     num_features: int
     eps: float
     has_weight: bool
+    has_bias: bool
 
     @classmethod
     @override
     def read(cls, name: str, inputs: tuple[str, ...], fields: Fields) -> Self:
+        has_weight = fields.flag("affine", True)
         layer = cls(
             name=name,
             inputs=inputs,
             num_features=fields.size("num_features"),
             eps=fields.number("eps", 1e-5),
-            has_weight=fields.flag("affine", True),
+            has_weight=has_weight,
+            has_bias=fields.flag("bias", True) and has_weight,
         )
         if layer.eps < 0:
             layer.refuse("eps must not be negative")
@@ -152,7 +155,8 @@ class BatchNorm(Layer):
     @property
     @override
     def parameters(self) -> Mapping[str, Parameter]:
-        names = ("weight", "bias") if self.has_weight else ()
+        names = ["weight"] if self.has_weight else []
+        names += ["bias"] if self.has_bias else []
         size = Parameter(shape=(self.num_features,))
         return dict.fromkeys((*names, "running_mean", "running_var"), size)
 

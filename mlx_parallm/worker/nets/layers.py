@@ -177,7 +177,8 @@ def _batch_norm(
     ones = (1,) * (x.ndim - leading - 1)
     shaped = {name: part.reshape(-1, *ones) for name, part in parts.items()}
     scaled = (x - shaped["running_mean"]) * mx.rsqrt(shaped["running_var"] + layer.eps)
-    return scaled * shaped["weight"] + shaped["bias"] if layer.has_weight else scaled
+    scaled = scaled * shaped["weight"] if layer.has_weight else scaled
+    return scaled + shaped["bias"] if layer.has_bias else scaled
 
 
 def _normalize(layer: Normalize, parts: Arrays, arrays: Sequence[mx.array], _: int) -> mx.array:
