@@ -15,6 +15,7 @@ from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.models import WorkBeside
 from mlx_parallm.generation.build import GenerationBuilder, planned
 from mlx_parallm.generation.kv_cache.budget import KVShare
+from mlx_parallm.nets.build import NetBuilder
 from mlx_parallm.pooling.build import PoolingBuilder
 from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.training.engine import TrainingEngine
@@ -23,7 +24,7 @@ from mlx_parallm.worker.device.cpu_process import compute_in_batches
 from mlx_parallm.worker.worker import Worker
 
 #: ``BUILDERS``: one for each of ``kinds.KINDS``, in the same order; the one that generates is last.
-BUILDERS: tuple[KindBuilder, ...] = (PoolingBuilder(), GenerationBuilder())
+BUILDERS: tuple[KindBuilder, ...] = (NetBuilder(), PoolingBuilder(), GenerationBuilder())
 
 #: ``build_engines`` loads every model of a configuration on the calling thread.
 build_engines = partial(build_models, BUILDERS)

@@ -35,7 +35,7 @@ class TensorSpec:
 
     Attributes:
         name: by which requests and answers know it.
-        dtype: NumPy's name, or "bfloat16".
+        dtype: NumPy's name, or "bfloat16", whose numbers are float32 in NumPy's arrays.
         shape: the rows, which are ``ANY``; then time, which is ``ANY`` too, if the tensor has it;
             then sizes.
         num_choices: whole numbers must be from 0 to below it; None: they may be any.

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mlx_parallm.api.http.auth import Caller
@@ -26,6 +27,8 @@ from mlx_parallm.engine.models import KindTraits
 from mlx_parallm.engine.status import ModelState, RequestDoor
 from mlx_parallm.generation.kind import GenerationClient
 from mlx_parallm.generation.model import GENERATION_TRAITS
+from mlx_parallm.nets.client import NetClient
+from mlx_parallm.nets.model import NET_TRAITS
 from mlx_parallm.pooling.client import PoolingClient
 from mlx_parallm.pooling.model import POOLING_TRAITS
 from mlx_parallm.serving.build import BUILDERS, _generator_folders, planned_models
@@ -37,10 +40,12 @@ from mlx_parallm.types.errors import (
     RequestAbortedError,
 )
 from mlx_parallm.types.events import ErrorEvent, FinishReason, TokenEvent
+from mlx_parallm.types.nets import ActParams, NetRequest, NetResults
 from mlx_parallm.types.pooling import PoolingInput, PoolRequest
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.work import Event
 from tests import sum_kind
+from tests.builders.nets import write_net
 from tests.sum_kind import SumClient, SumKind, SumRequest, write_sum_model
 
 SERVED = (SumKind(), *BUILDERS)
@@ -95,6 +100,21 @@ def add(request_id: str, model: str) -> SumRequest:
     return SumRequest(request_id=request_id, model=model, numbers=(1, 2, 3))
 
 
+def act(request_id: str, model: str, observation: float = 1.0) -> NetRequest:
+    inputs = {"obs": np.full((2, 4), observation, np.float32)}
+    return NetRequest(
+        request_id=request_id, model=model, inputs=inputs, num_rows=2, act=ActParams()
+    )
+
+
+async def outputs_of(reader: Any) -> dict[str, list[float]]:
+    return listed(await reader.results())
+
+
+def listed(results: NetResults) -> dict[str, list[float]]:
+    return {name: array.tolist() for name, array in results.outputs.items()}
+
+
 async def sum_of(reader: Any) -> int:
     return await reader.results()
 
@@ -117,6 +137,13 @@ CASES = {
         vectors_of,
         'mlx_parallm:encoder_tokens_total{model_name="a"}',
     ),
+    "net": Case(
+        NET_TRAITS,
+        act,
+        lambda request_id, model: act(request_id, model, float("nan")),
+        outputs_of,
+        'mlx_parallm:net_rows_total{model_name="a"}',
+    ),
     "sum": Case(
         sum_kind.TRAITS,
         add,
@@ -136,6 +163,8 @@ def case(request: pytest.FixtureRequest) -> Case:
 def folder(case: Case, tmp_path: Path) -> Path:
     if case.traits == sum_kind.TRAITS:
         return write_sum_model(tmp_path / "sum", SUM_BYTES)
+    if case.traits == NET_TRAITS:
+        return write_net(tmp_path / "net")
     return DEMO_FOLDER if case.traits == GENERATION_TRAITS else DEMO_FOLDERS[PREFIX + "embed"]
 
 
@@ -171,6 +200,8 @@ async def asked_by_client(core: RequestDoor, case: Case) -> Any:
         return await client.add(request.request_id, "a", *request.numbers)
     if isinstance(client, GenerationClient):
         return await tokens_of((await client.submit(request)).events)
+    if isinstance(client, NetClient):
+        return listed(await client.run(request))
     assert isinstance(client, PoolingClient)
     return [result.tolist() for result in await client.encode(request)]
 

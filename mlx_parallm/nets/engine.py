@@ -1,0 +1,280 @@
+"""The engine of one net: one forward for the rows of all requests that wait."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from typing_extensions import override
+
+from mlx_parallm.engine.models import ServedEngine
+from mlx_parallm.engine.policies import Policies
+from mlx_parallm.engine.turns import SHORT_S, TurnClass
+from mlx_parallm.nets.batch import join, key_of, split
+from mlx_parallm.nets.metrics import NetMetrics
+from mlx_parallm.nets.states import KeptState, SequenceStates, StateLimits
+from mlx_parallm.types.errors import (
+    ConflictError,
+    OverloadedError,
+    ParallmError,
+    RequestAbortedError,
+    StepError,
+)
+from mlx_parallm.types.events import ErrorEvent
+from mlx_parallm.types.nets import Arrays, NetEvent, NetRequest, NetResults, NetSignature
+from mlx_parallm.types.request import WEIGHTS
+from mlx_parallm.worker.ops import NetOutputs, Unload
+from mlx_parallm.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+#: ``MAX_ROWS``: most rows of a forward, and of a request.
+MAX_ROWS = 4096
+#: ``MAX_WAITING``: most rows that wait; a request of more waits alone.
+MAX_WAITING = 1 << 16
+
+NetEvents = list[NetEvent | ErrorEvent]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request that waits.
+
+    Attributes:
+        arrival_s: by the monotonic clock.
+    """
+
+    request: NetRequest
+    arrival_s: float
+
+
+@dataclass(slots=True)
+class _Row:
+    """A request of the batch that is computed.
+
+    Attributes:
+        kept: the state of the sequence that it continues; None without.
+    """
+
+    request: NetRequest
+    kept: KeptState | None
+
+    @property
+    def states(self) -> Arrays | None:
+        return self.request.states if self.kept is None else self.kept.arrays
+
+
+class NetEngine(ServedEngine):
+    """Steps one net. All calls must come from the engine thread."""
+
+    turn_class = TurnClass.FORWARD
+
+    def __init__(
+        self,
+        worker: Worker,
+        model: str,
+        signature: NetSignature,
+        *,
+        policies: Policies,
+        metrics: NetMetrics,
+        limits: StateLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create an engine without requests.
+
+        Args:
+            worker: has the net.
+            model: its first name.
+            signature: its tensors.
+            policies: the versions of its weights; they stay when it is evicted.
+            metrics: records requests and forwards.
+            limits: of the states that are kept for sequences.
+            clock: returns seconds since any fixed moment.
+        """
+        self.policies = policies
+        self._worker = worker
+        self._model = model
+        self._signature = signature
+        self._metrics = metrics
+        self._clock = clock
+        self._states = SequenceStates(limits or StateLimits(), clock)
+        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
+        self._num_rows = 0
+        self._cost = ForwardCost()
+
+    def reset_prefix_cache(self, *, reset_running: bool) -> None:
+        """See ``PrefixCache``: states stay, and say that other weights made them."""
+        del reset_running
+
+    @override
+    def submit(
+        self, request: NetRequest, *, arrival_s: float | None = None
+    ) -> Sequence[NetEvent | ErrorEvent]:
+        if self._waiting and self._num_rows + request.num_rows > MAX_WAITING:
+            raise OverloadedError("Too many rows wait for this net; try again later.")
+        now_s = self._clock() if arrival_s is None else arrival_s
+        self._waiting[request.request_id] = _Waiting(request, now_s)
+        self._num_rows += request.num_rows
+        return ()
+
+    @override
+    def abort(self, request_id: str) -> bool:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is None:
+            return False
+        self._num_rows -= waiting.request.num_rows
+        return True
+
+    @override
+    def cancel(self, request_id: str) -> Sequence[ErrorEvent]:
+        if not self.abort(request_id):
+            return []
+        error = RequestAbortedError("The request was cancelled.")
+        return [ErrorEvent(request_id=request_id, error=error)]
+
+    @property
+    @override
+    def num_requests(self) -> int:
+        return len(self._waiting)
+
+    @property
+    @override
+    def waiting_since_s(self) -> float:
+        return next(iter(self._waiting.values())).arrival_s
+
+    @override
+    def has_work(self) -> bool:
+        return bool(self._waiting) and not self.is_paused and not self._is_asleep
+
+    @property
+    def _is_asleep(self) -> bool:
+        return self.live is not None and WEIGHTS in self.live.asleep
+
+    @property
+    @override
+    def predicted_s(self) -> float:
+        return self._cost.seconds(min(self._num_rows, MAX_ROWS))
+
+    @property
+    @override
+    def settles_others(self) -> bool:
+        return self.predicted_s > SHORT_S
+
+    @override
+    def step(self, within_s: float | None = None) -> NetEvents | None:
+        """Run one forward for all that waits and fits it; ``within_s`` is not looked at."""
+        events: NetEvents = []
+        rows = self._take(events)
+        if not rows:
+            return events
+        requests = [row.request for row in rows]
+        begin_s = self._clock()
+        try:
+            batch = join(self._model, self._signature, requests, [row.states for row in rows])
+            results = self._worker.execute(batch)
+        except Exception as cause:
+            logger.exception("a forward of %d requests failed", len(requests))
+            return events + self._fail(requests, StepError(f"{type(cause).__name__}: {cause}"))
+        seconds, num_rows = self._clock() - begin_s, sum(each.num_rows for each in requests)
+        self._cost.observe(num_rows, seconds)
+        self._metrics.on_forward(len(requests), num_rows, seconds)
+        parts = split(self._signature, requests, results)
+        events += [self._answer(row, part) for row, part in zip(rows, parts, strict=True)]
+        states = self._states
+        self._metrics.on_states(len(states), states.num_bytes, states.num_dropped)
+        return events
+
+    def _take(self, events: NetEvents) -> list[_Row]:
+        """Take the requests of the next forward out of the queue, and refuse those that cannot run.
+
+        A request waits for the one before it in its sequence.
+        """
+        rows: list[_Row] = []
+        key, num_rows = None, 0
+        taken: set[tuple[str, str]] = set()
+        for waiting in list(self._waiting.values()):
+            request, use = waiting.request, waiting.request.sequence
+            own = key_of(self._signature, request)
+            sequence = None if use is None else (use.owner, use.sequence_id)
+            is_next = sequence is None or sequence not in taken
+            if sequence is not None:
+                # Later requests of the sequence wait even if this one does.
+                taken.add(sequence)
+            if key not in (None, own) or not is_next or num_rows + request.num_rows > MAX_ROWS:
+                continue
+            self.abort(request.request_id)
+            try:
+                kept = None if use is None else self._states.get(use, request.num_rows)
+            except ConflictError as refusal:
+                events.append(ErrorEvent(request_id=request.request_id, error=refusal))
+                continue
+            key = own
+            num_rows += request.num_rows
+            rows.append(_Row(request, kept))
+        return rows
+
+    def _answer(self, row: _Row, part: NetOutputs) -> NetEvent | ErrorEvent:
+        request, use = row.request, row.request.sequence
+        if not self._signature.allows_non_finite and not _is_finite(part):
+            error = StepError("The net's results have NaN or infinite values.")
+            return ErrorEvent(request_id=request.request_id, error=error)
+        version = self.policies.base.version.label
+        kept = row.kept
+        is_other = kept is not None and (kept.has_other_weights or kept.version != version)
+        if use is not None:
+            state = KeptState(
+                arrays={name: array.copy() for name, array in part.states.items()},
+                num_rows=request.num_rows,
+                version=version,
+                has_other_weights=is_other,
+                used_s=self._clock(),
+            )
+            self._states.put(use, state)
+        results = NetResults(
+            outputs=part.outputs, states=part.states, version=version, has_other_weights=is_other
+        )
+        return NetEvent(request_id=request.request_id, results=results)
+
+    def _fail(self, requests: Sequence[NetRequest], error: ParallmError) -> NetEvents:
+        return [ErrorEvent(request_id=each.request_id, error=error) for each in requests]
+
+    @override
+    def release(self) -> None:
+        self._states.clear()
+        self._worker.execute(Unload(model=self._model))
+
+
+class ForwardCost:
+    """Predicts the seconds of a forward by its rows."""
+
+    #: The share of a prediction that the next sample keeps.
+    MEMORY = 0.8
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def seconds(self, num_rows: int) -> float:
+        """Return the seconds for so many rows, by those of the next size seen; inf before any."""
+        bucket = num_rows.bit_length()
+        nearest = min(self._seconds, key=lambda other: abs(other - bucket), default=None)
+        return math.inf if nearest is None else self._seconds[nearest]
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        """Learn from a forward."""
+        bucket = num_rows.bit_length()
+        before = self._seconds.get(bucket)
+        # The first forward of a size compiles.
+        if before is None or seconds < before:
+            self._seconds[bucket] = seconds
+        else:
+            self._seconds[bucket] += (1 - self.MEMORY) * (seconds - before)
+
+
+def _is_finite(part: NetOutputs) -> bool:
+    arrays = (*part.outputs.values(), *part.states.values())
+    return all(array.dtype.kind not in "fc" or np.isfinite(array).all() for array in arrays)

@@ -1,0 +1,64 @@
+"""A net as its clients see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from typing_extensions import override
+
+from mlx_parallm.engine.models import KindTraits, ModelMemory, ServedModel
+from mlx_parallm.types.nets import NetSignature
+
+NET_TRAITS = KindTraits(
+    name="net",
+    loads_later=True,
+    can_change=True,
+    refuses_other="is a net: it answers /v1/predict and, if it is a policy, /v1/rl/act "
+    "(docs/nets.md).",
+)
+#: ``ACT``, ``PREDICT``: the names of what requests may want of a net.
+ACT, PREDICT = "act", "predict"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetModel(ServedModel):
+    """A loaded net; see ``ServedModel`` for the shared fields.
+
+    Attributes:
+        names: the names that requests may use; the first is the one reported.
+        root: the folder it comes from.
+        created: when it was loaded, in Unix seconds.
+        signature: the tensors that it reads and returns.
+        weight_bytes: memory of its weights.
+        max_rows: most rows of a request.
+    """
+
+    names: tuple[str, ...]
+    root: str
+    created: int
+    signature: NetSignature
+    weight_bytes: int
+    max_rows: int
+
+    traits = NET_TRAITS
+
+    @property
+    @override
+    def memory(self) -> ModelMemory:
+        return ModelMemory(weights=self.weight_bytes)
+
+    @override
+    def facts(self) -> Mapping[str, Any]:
+        return {"signature": asdict(self.signature)}
+
+    @property
+    @override
+    def tasks(self) -> Sequence[str]:
+        return (PREDICT,) if self.signature.policy is None else (ACT, PREDICT)
+
+    @property
+    @override
+    def input_modalities(self) -> Sequence[str]:
+        return ("tensor",)

@@ -1,0 +1,216 @@
+"""The engine of a net: who shares a forward, whose sequence goes on, and what fails alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from prometheus_client import generate_latest
+
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.policies import Policies
+from mlx_parallm.nets.engine import MAX_ROWS, MAX_WAITING, ForwardCost, NetEngine
+from mlx_parallm.nets.metrics import NetMetrics
+from mlx_parallm.nets.states import StateLimits
+from mlx_parallm.types.errors import ConflictError, OverloadedError, RequestAbortedError, StepError
+from mlx_parallm.types.events import ErrorEvent
+from mlx_parallm.types.nets import (
+    ANY,
+    NetEvent,
+    NetRequest,
+    NetSignature,
+    SequenceUse,
+    TensorSpec,
+)
+from mlx_parallm.worker.ops import NetBatch, NetOutputs, Unload
+
+SIGNATURE = NetSignature(
+    inputs=(TensorSpec("x", "float32", (ANY, ANY, 1)),),
+    outputs=(TensorSpec("y", "float32", (ANY, ANY, 1)),),
+    states=(TensorSpec("sum.h", "float32", (ANY, 1)),),
+)
+
+
+class SumWorker:
+    """Adds up each row's numbers over time; a number of 13 breaks the forward."""
+
+    def __init__(self) -> None:
+        self.batches: list[NetBatch] = []
+
+    def execute(self, op: Any) -> Any:
+        if isinstance(op, Unload):
+            return None
+        self.batches.append(op)
+        x = op.inputs["x"]
+        if (x == 13).any():
+            raise ValueError("13")
+        before = np.zeros((len(x), 1)) if op.states is None else op.states["sum.h"]
+        sums = before[:, None] + np.cumsum(x, axis=1)
+        return NetOutputs(outputs={"y": sums}, states={"sum.h": sums[:, -1]})
+
+
+class Served:
+    def __init__(self, **settings: Any) -> None:
+        self.worker, self.families = SumWorker(), MetricFamilies()
+        self.policies = Policies(model="n")
+        self.engine = NetEngine(
+            cast("Any", self.worker),
+            "n",
+            SIGNATURE,
+            policies=self.policies,
+            metrics=NetMetrics(self.families, "n"),
+            **settings,
+        )
+
+    def ask(self, name: str, *numbers: float, rows: int = 1, **fields: Any) -> None:
+        x = np.repeat(np.array(numbers, np.float32)[None, :, None], rows, axis=0)
+        request = NetRequest(request_id=name, model="n", inputs={"x": x}, num_rows=rows, **fields)
+        assert self.engine.submit(request) == ()
+
+    def answers(self) -> dict[str, Any]:
+        """Run until nothing waits; the last number of each answer, or its error."""
+        answers: dict[str, Any] = {}
+        while self.engine.has_work():
+            for event in self.engine.step() or ():
+                if isinstance(event, ErrorEvent):
+                    answers[event.request_id] = event.error
+                else:
+                    answers[event.request_id] = float(event.results.outputs["y"][0, -1, 0])
+        return answers
+
+
+def of(name: str, owner: str = "a", **flags: bool) -> SequenceUse:
+    return SequenceUse(owner=owner, sequence_id=name, **flags)
+
+
+def test_all_that_waits_shares_a_forward() -> None:
+    served = Served()
+    numbers = [number for number in range(39) if number != 13]
+    for number in numbers:
+        served.ask(str(number), number)
+    assert served.answers() == {str(number): float(number) for number in numbers}
+    assert [len(batch.inputs["x"]) for batch in served.worker.batches] == [38]
+
+
+def test_a_forward_that_fails_fails_its_requests_alone() -> None:
+    served = Served()
+    served.ask("bad", 13)
+    assert isinstance(served.answers()["bad"], StepError)
+    served.ask("good", 1)
+    assert served.answers() == {"good": 1.0}
+
+
+def test_results_that_are_not_finite_fail_alone() -> None:
+    served = Served()
+    served.ask("bad", float("nan"))
+    served.ask("good", 1)
+    answers = served.answers()
+    assert answers["good"] == 1.0
+    assert "NaN" in str(answers["bad"])
+
+
+def test_other_numbers_of_times_run_apart() -> None:
+    served = Served()
+    served.ask("one", 1)
+    served.ask("three", 1, 2, 3)
+    served.ask("other", 2)
+    assert served.answers() == {"one": 1.0, "other": 2.0, "three": 6.0}
+    assert [batch.inputs["x"].shape[:2] for batch in served.worker.batches] == [(2, 1), (1, 3)]
+
+
+def test_a_sequence_runs_in_order_even_if_all_of_it_waits() -> None:
+    served = Served()
+    served.ask("1", 1, sequence=of("s", is_start=True))
+    served.ask("2", 2, sequence=of("s"))
+    served.ask("3", 3, 4, sequence=of("s", is_end=True))
+    served.ask("x", 5, sequence=of("t", is_start=True))
+    served.ask("4", 1, sequence=of("s"))
+    answers = served.answers()
+    assert isinstance(answers.pop("4"), ConflictError)
+    assert answers == {"1": 1.0, "x": 5.0, "2": 3.0, "3": 10.0}
+
+
+def test_no_client_sees_the_state_of_another() -> None:
+    served = Served()
+    served.ask("1", 1, sequence=of("s", is_start=True))
+    served.ask("2", 1, sequence=of("s", "b"))
+    assert isinstance(served.answers()["2"], ConflictError)
+
+
+def test_a_failed_forward_leaves_the_state_before_it() -> None:
+    served = Served()
+    served.ask("1", 1, sequence=of("s", is_start=True))
+    served.answers()
+    served.ask("2", 13, sequence=of("s"))
+    assert isinstance(served.answers()["2"], StepError)
+    served.ask("3", 2, sequence=of("s"))
+    assert served.answers() == {"3": 3.0}
+
+
+def test_an_answer_says_that_other_weights_made_its_state() -> None:
+    served = Served()
+    seen: list[tuple[str, bool]] = []
+    for number, version in enumerate(["v1", "v1", "v2", "v2"]):
+        served.policies.base.version = replace(served.policies.base.version, label=version)
+        served.ask("r", 1, sequence=of("s", is_start=not number))
+        (event,) = list(served.engine.step() or ())
+        assert isinstance(event, NetEvent)
+        seen.append((event.results.version, event.results.has_other_weights))
+    assert seen == [("v1", False), ("v1", False), ("v2", True), ("v2", True)]
+
+
+def test_large_requests_run_alone_and_the_queue_is_bounded() -> None:
+    served = Served()
+    served.ask("all", 1, rows=MAX_ROWS)
+    served.ask("one", 2)
+    served.answers()
+    assert [len(batch.inputs["x"]) for batch in served.worker.batches] == [MAX_ROWS, 1]
+    for number in range(MAX_WAITING // MAX_ROWS):
+        served.ask(str(number), 1, rows=MAX_ROWS)
+    with pytest.raises(OverloadedError):
+        served.ask("more", 1)
+    assert served.engine.num_requests == MAX_WAITING // MAX_ROWS
+
+
+def test_ended_requests_do_not_run() -> None:
+    served = Served()
+    served.ask("aborted", 1)
+    served.ask("cancelled", 1)
+    assert served.engine.abort("aborted")
+    (event,) = served.engine.cancel("cancelled")
+    assert isinstance(event, ErrorEvent)
+    assert isinstance(event.error, RequestAbortedError)
+    assert not served.engine.abort("aborted")
+    assert not served.engine.has_work()
+
+
+def test_metrics_count_rows_forwards_and_states() -> None:
+    served = Served(limits=StateLimits(count=2))
+    for number in range(3):
+        served.ask(str(number), 1, rows=2, sequence=of(str(number), is_start=True))
+    served.answers()
+    text = generate_latest(served.families.registry).decode()
+    for line in (
+        'mlx_parallm:net_requests_total{model_name="n"} 3.0',
+        'mlx_parallm:net_rows_total{model_name="n"} 6.0',
+        'mlx_parallm:net_forward_rows_count{model_name="n"} 1.0',
+        'mlx_parallm:net_sequences{model_name="n"} 1.0',
+        'mlx_parallm:net_state_bytes{model_name="n"} 16.0',
+        'mlx_parallm:net_dropped_sequences_total{model_name="n"} 2.0',
+    ):
+        assert line in text
+
+
+def test_costs_are_those_of_the_nearest_size() -> None:
+    cost = ForwardCost()
+    assert cost.seconds(1) == float("inf")
+    cost.observe(8, 0.004)
+    assert cost.seconds(1) == 0.004
+    cost.observe(1, 0.001)
+    assert cost.seconds(1) == 0.001
+    cost.observe(1, 0.101)
+    assert 0.001 < cost.seconds(1) < 0.03
+    cost.observe(1, 0.001)
+    assert cost.seconds(1) == 0.001
