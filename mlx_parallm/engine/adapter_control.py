@@ -80,13 +80,13 @@ class AdapterNames:
         if info is not None:
             return NamedAdapter(info.name, info.model, info.source, info)
         model, _, short = name.rpartition(":")
-        base = self.names_of(model)
-        source = self._folders.find(short if base else name)
-        if source is None:
+        base = self._status_of(model)
+        if base is None:
+            base, short = self._first_adapted(), name
+        source = self._folders.find(short)
+        if source is None or base is None or not base.may_adapt:
             return None
-        if base:
-            return NamedAdapter(short, base[0], str(source))
-        return NamedAdapter(name, self.first_base(), str(source))
+        return NamedAdapter(short, base.names[0], str(source))
 
     def not_found(self, name: str) -> ModelNotFoundError:
         """Return the error for a name that nothing has; it lists what is served."""
@@ -95,8 +95,30 @@ class AdapterNames:
 
     def names_of(self, model: str) -> tuple[str, ...]:
         """Return all names of the model that has this name; empty if there is no such model."""
-        all_names = (status.names for status in self._models.statuses())
-        return next((names for names in all_names if model in names), ())
+        status = self._status_of(model)
+        return () if status is None else status.names
+
+    def adapted(self, model: str | None) -> str:
+        """Return the first name of the model whose adapters are meant; None means the first.
+
+        Raises:
+            ModelNotFoundError: there is no such model.
+            InvalidRequestError: it takes no adapters, or none does.
+        """
+        status = self._first_adapted() if model is None else self._status_of(model)
+        if model is not None and status is None:
+            raise ModelNotFoundError(model)
+        if status is None:
+            raise InvalidRequestError("No model here takes adapters.", param="model")
+        if not status.may_adapt:
+            raise status.no_adapters(status.names[0])
+        return status.names[0]
+
+    def _status_of(self, model: str) -> ModelStatus | None:
+        return next((each for each in self._models.statuses() if model in each.names), None)
+
+    def _first_adapted(self) -> ModelStatus | None:
+        return next((each for each in self._models.statuses() if each.may_adapt), None)
 
     def first_base(self) -> str:
         """Return the name of the model that is meant where none is named."""
@@ -175,14 +197,14 @@ class AdapterControl:
         return AdapterUpload(name=name, weights=weights, source=source)
 
     async def load_adapter(self, upload: AdapterUpload, *, model: str | None = None) -> AdapterInfo:
-        """Serve an adapter of a model, the first one by default.
+        """Serve an adapter of a model, by default of the first one that takes adapters.
 
         Raises:
             VersionMismatchError: another version is there than was expected.
             InvalidRequestError: it does not fit the model, its name is taken, or there is no room.
             OverloadedError: there will be room once requests have ended.
         """
-        base = self._adapted(model)
+        base = self.names.adapted(model)
         self._check_name(upload.name, base)
         # The load is completed even if its caller is cancelled.
         with self._metrics.timed(ADAPTER):
@@ -255,15 +277,6 @@ class AdapterControl:
         if not done.cancelled():
             # Its error is retrieved here, because every caller may have been cancelled.
             done.exception()
-
-    def _adapted(self, model: str | None) -> str:
-        """Return the first name of a model; None means the first model."""
-        if model is None:
-            return self.names.first_base()
-        names = self.names.names_of(model)
-        if not names:
-            raise ModelNotFoundError(model)
-        return names[0]
 
     def _check_name(self, name: str, base: str) -> None:
         if self.names.names_of(name):

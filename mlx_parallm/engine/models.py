@@ -247,8 +247,8 @@ class ServedModel(Protocol):
 
     @property
     def input_modalities(self) -> Sequence[str]:
-        """Return the kinds of input that requests may have: text, image."""
-        return ("text",)
+        """Return the kinds of input that requests may have: text, image; none if it reads none."""
+        return () if self.max_len is None else ("text",)
 
     @property
     def max_len(self) -> int | None:
@@ -294,9 +294,11 @@ class KindTraits:
         is_default: True if one of them is meant where no model is named.
         loads_later: True if they can be loaded, evicted and unloaded while the server runs.
         can_change: True if their weights can be replaced.
+        takes_adapters: True if requests may name adapters of them.
         refuses_load: why they cannot be loaded later, after the model's folder or hub id.
         refuses_unload: why they cannot be unloaded, after the model's name.
         refuses_change: why their weights cannot be replaced, after the model's name.
+        refuses_adapters: why they take no adapters, after the model's name.
         refuses_other: why requests for another kind are refused, after the model's name.
     """
 
@@ -304,9 +306,11 @@ class KindTraits:
     is_default: bool = False
     loads_later: bool = False
     can_change: bool = False
+    takes_adapters: bool = False
     refuses_load: str = "is of a kind that is loaded when the server starts."
     refuses_unload: str = "cannot be unloaded while the server runs."
     refuses_change: str = "keeps the weights that it was loaded with."
+    refuses_adapters: str = "takes no adapters."
     refuses_other: str = "serves requests of another kind."
 
 

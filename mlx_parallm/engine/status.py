@@ -221,6 +221,17 @@ class ModelStatus:
         model: ServedModel | None = self.model
         return model is not None and model.traits.can_change
 
+    @property
+    def may_adapt(self) -> bool:
+        """True if the model takes adapters, or was never loaded, so that this is not known."""
+        model: ServedModel | None = self.model
+        return model is None or model.traits.takes_adapters
+
+    def no_adapters(self, name: str) -> InvalidRequestError:
+        """Return the error for an adapter of a model that takes none, called ``name``."""
+        traits: KindTraits = self.model.traits
+        return InvalidRequestError(f"{name} {traits.refuses_adapters}", param="model")
+
     def wrong_kind(self, name: str) -> InvalidRequestError:
         """Return the error for a request of another kind, which calls the model ``name``."""
         traits: KindTraits = self.model.traits

@@ -33,6 +33,7 @@ GENERATION_TRAITS = KindTraits(
     name="generation",
     is_default=True,
     can_change=True,
+    takes_adapters=True,
     refuses_load="is not a pooling model. Models that generate are loaded only when the server "
     "starts, because their KV memory is planned there.",
     refuses_unload="generates; such models cannot be unloaded.",

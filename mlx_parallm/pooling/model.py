@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 POOLING_TRAITS = KindTraits(
     name="pooling",
     loads_later=True,
+    takes_adapters=True,
     refuses_change="is a pooling model: its weights stay as they were loaded.",
     refuses_other="is a pooling model and cannot generate (docs/pooling.md).",
 )

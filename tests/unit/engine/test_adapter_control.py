@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
@@ -12,15 +14,20 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from mlx_parallm.config import AdapterConfig, EngineConfig, ModelConfig
-from mlx_parallm.engine.adapter_control import AdapterControl
+from mlx_parallm.engine.adapter_control import AdapterControl, AdapterNames
+from mlx_parallm.engine.adapter_folders import AdapterFolders
 from mlx_parallm.engine.commands import EngineCommand, EngineDoor, LoopState
 from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.device import DeviceAdapters
+from mlx_parallm.engine.models import KindTraits, ServedModel
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.engine.residency import ModelEntry
 from mlx_parallm.engine.status import ModelStatus
+from mlx_parallm.generation.model import GENERATION_TRAITS
 from mlx_parallm.pooling.adapters import EncoderAdapterSet
-from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.pooling.model import POOLING_TRAITS
+from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError
+from tests.sum_kind import SumModel
 from tests.version_harness import SlotRecord, adapter
 
 T = TypeVar("T")
@@ -129,3 +136,61 @@ async def test_adapters_of_a_model_that_is_being_unloaded_are_not_listed(
     await control.ensure_loaded("b", "n")
     door.names.remove(("m",))
     assert [info.name for info in control.adapters()] == ["b"]
+
+
+SUM = SumModel(names=("sum", "alias"), root="r", num_bytes=0)
+
+
+class Served:
+    """Models that requests may name, some of which are known."""
+
+    def __init__(self, **models: ServedModel | None) -> None:
+        self._models = models
+
+    def statuses(self) -> list[ModelStatus]:
+        return [
+            replace(ModelEntry(ModelConfig(), (name,)).status(), model=model)
+            for name, model in self._models.items()
+        ]
+
+
+def names_of(served: Served, folder: Path) -> AdapterNames:
+    """Return the names of a server with the adapter "style" in its folder of adapters."""
+    (folder / "style").mkdir(exist_ok=True)
+    (folder / "style" / "adapter_config.json").write_text("{}")
+    return AdapterNames(served, AdapterFolders(AdapterConfig(directory=str(folder))))
+
+
+def test_adapters_without_a_model_are_of_the_first_that_takes_some(tmp_path: Path) -> None:
+    pooling = cast("ServedModel", SimpleNamespace(traits=POOLING_TRAITS))
+    names = names_of(Served(sum=SUM, embed=pooling, later=None), tmp_path)
+    assert names.adapted(None) == "embed"
+    assert [names.adapted(name) for name in ("embed", "later")] == ["embed", "later"]
+    adapters = [names.named(name) for name in ("style", "embed:style", "later:style", "sum:style")]
+    assert [each and (each.name, each.base) for each in adapters] == [
+        ("style", "embed"),
+        ("style", "embed"),
+        ("style", "later"),
+        None,
+    ]
+    with pytest.raises(ModelNotFoundError):
+        names.adapted("other")
+
+
+def test_models_that_take_no_adapters_say_so(tmp_path: Path) -> None:
+    names = names_of(Served(sum=SUM), tmp_path)
+    with pytest.raises(InvalidRequestError, match="sum takes no adapters") as refusal:
+        names.adapted("sum")
+    assert refusal.value.param == "model"
+    with pytest.raises(InvalidRequestError, match="No model here takes adapters") as refusal:
+        names.adapted(None)
+    assert refusal.value.param == "model"
+    assert names.named("style") is None
+    assert names_of(Served(), tmp_path).named("style") is None
+
+
+@pytest.mark.parametrize(
+    ("traits", "takes"), [(GENERATION_TRAITS, True), (POOLING_TRAITS, True), (SUM.traits, False)]
+)
+def test_kinds_say_whether_they_take_adapters(traits: KindTraits, takes: bool) -> None:
+    assert traits.takes_adapters is takes

@@ -60,7 +60,9 @@ class InFlightUpdate(OpenForm):
     generation_id: Id = Field(description="The adapter's version from the next token on.")
     expected_generation_id: Id = Field(description="Its version now; 412 if it has another.")
     policy_version: StrictInt = Field(ge=0, lt=INT64, description="Its training step.")
-    base_model_name: Name | None = Field(None, description="The base model; the first by default.")
+    base_model_name: Name | None = Field(
+        None, description="The base model; by default the first that takes adapters."
+    )
     is_3d_lora_weight: StrictBool = Field(False, description="Only false is served.")
 
 

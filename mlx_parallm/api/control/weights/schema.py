@@ -58,7 +58,9 @@ class AdapterFields(OpenForm):
         validation_alias=AliasChoices("config", "adapter_config"),
         description="The content of adapter_config.json, as PEFT or mlx-lm writes it.",
     )
-    model: Name | None = Field(None, description="The base model; the first by default.")
+    model: Name | None = Field(
+        None, description="The base model; by default the first that takes adapters."
+    )
     version: Name | None = Field(
         None, description="Label of its tokens; by default the next number."
     )
@@ -123,7 +125,9 @@ class NewLora(LoraForm):
     """The fields of both ways to load an adapter."""
 
     lora_name: Name = Field(description="The name that requests use as their model.")
-    base_model_name: Name | None = Field(None, description="The base model; the first by default.")
+    base_model_name: Name | None = Field(
+        None, description="The base model; by default the first that takes adapters."
+    )
     pinned: StrictBool | None = Field(None, description="True keeps it in its slot.")
     version: Name | None = Field(None, description="Label of its tokens.")
     expected_version: Name | None = Field(None, description="The version to replace.")

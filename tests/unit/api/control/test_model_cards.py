@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import pytest
@@ -15,6 +15,7 @@ from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.pooling import PoolingInfo
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
+from tests.sum_kind import SumModel
 
 INFO = PoolingInfo(
     architecture="x",
@@ -66,6 +67,11 @@ def test_an_encoder_says_what_it_does_once_that_is_known() -> None:
     unknown = card_of(ModelState.LOADING, None)
     assert unknown["tasks"] is None
     assert unknown["input_modalities"] is None
+
+
+def test_a_model_that_reads_no_text_says_so() -> None:
+    sums = SumModel(names=("one",), root="r", num_bytes=1)
+    assert card_of(ModelState.LOADED, cast("PoolingModel", sums))["input_modalities"] == []
 
 
 async def ask(path: str, *, is_anthropic: bool = True, **params: Any) -> httpx2.Response:
