@@ -256,6 +256,31 @@ def test_choices_beyond_a_table_read_nothing_else() -> None:
     assert mx.array_equal(rows[0], rows[2]).item()
 
 
+def test_grouped_convolutions_read_their_own_channels() -> None:
+    # pytorch#19912: 4 channels to 16 in 2 groups gave zeros.
+    layer = {"name": "c", "type": "conv2d", "inputs": ["x"], "in_channels": 4, "out_channels": 16}
+    layer |= {"kernel_size": 1, "groups": 2, "bias": False, "made": [-1, 16, 1, 1]}
+    plan = net_of({"x": ("float32", [-1, 4, 1, 1])}, [layer])
+    x = mx.array([0.0, 0, 0, 1]).reshape(1, 4, 1, 1)
+    outputs, _ = forward(plan, {"c.weight": mx.ones((16, 2, 1, 1))}, {"x": x})
+    assert outputs["c"].flatten().tolist() == [0.0] * 8 + [1.0] * 8
+
+
+def test_a_reset_gate_scales_the_product_with_its_bias() -> None:
+    # pytorch#189225 and onnxscript#2852: the gate scaled the state before the product.
+    layer = {"name": "g", "type": "gru", "inputs": ["x"], "input_size": 1, "hidden_size": 1}
+    plan = net_of({"x": ("float32", [-1, -1, 1])}, [layer | {"made": [-1, -1, 1]}])
+    zeros = mx.zeros((3, 1))
+    bias_hh = mx.array([-100.0, -100.0, 1.0])
+    weights = {"weight_ih_l0": zeros, "weight_hh_l0": zeros, "bias_ih_l0": zeros[:, 0]}
+    outputs, _ = forward(
+        plan,
+        {f"g.{part}": array for part, array in (weights | {"bias_hh_l0": bias_hh}).items()},
+        {"x": mx.zeros((1, 1, 1))},
+    )
+    assert outputs["g"].item() == 0.0
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize(("group_size", "bits"), [(32, 4), (64, 8), (128, 2), (64, 3), (64, 6)])
 def test_quantised_linear_layers(dtype: mx.Dtype, group_size: int, bits: int) -> None:
