@@ -28,8 +28,13 @@ MIN_BYTES_PER_S = 16 * 1024
 BYTES_PER_S = 8 * 1024 * 1024
 # BURST_BYTES: bytes that may come at once, more than the largest conversations have.
 BURST_BYTES = 1024 * 1024
+# _HELD: entry of the ASGI scope with the body of the request.
+_HELD = "mlx_parallm.held_body"
 # LARGE_BYTES: size of bodies that trigger a trim; memory of smaller ones is reused.
 LARGE_BYTES = 4 * 1024 * 1024
+FULL = (
+    "The bodies of your other requests use all of --max-body-bytes-per-key; wait for their answers."
+)
 # PAUSE_S: wait after the last large body; while more of them come, their memory is reused.
 PAUSE_S = 1.0
 
@@ -60,11 +65,11 @@ class BodyBudgetMiddleware(HttpMiddleware):
         client = self._client_of(scope)
         if client is None:
             # A body that is not kept in memory is not counted.
-            uncounted = _Body(scope, Holding(SharedBudget(UNBOUNDED), None), self._config)
+            uncounted = HeldBody(scope, Holding(SharedBudget(UNBOUNDED), None), self._config)
             await self._app(scope, lambda: uncounted.receive(receive), send)
             return
         held = Holding(self._held, client)
-        body = _Body(scope, held, self._config)
+        body = scope[_HELD] = HeldBody(scope, held, self._config)
         is_paced = _is_paced(scope)
 
         async def metered() -> Message:
@@ -119,12 +124,22 @@ def _takes_images(scope: Scope) -> bool:
     return any("image" in model.input_modalities for model in models)
 
 
-class _Body:
-    """One request's body, which counts among those that its client has here."""
+def held_body(scope: Scope) -> HeldBody:
+    """Return the body of a request whose route keeps it."""
+    return scope[_HELD]
+
+
+class HeldBody:
+    """One request's body, which counts among those that its client has here.
+
+    Attributes:
+        max_size: most bytes of it.
+        is_whole: True once all of it was received.
+    """
 
     def __init__(self, scope: Scope, held: Holding, config: ServerConfig) -> None:
         limit = facts_of(scope).body_limit
-        self._max_size = _max_size(scope, limit, config)
+        self.max_size = _max_size(scope, limit, config)
         self._hint = limit.hint
         declared = Headers(scope=scope).get("content-length", "0")
         self._declared_size = int(declared) if declared.isdecimal() else 0
@@ -144,6 +159,15 @@ class _Body:
             self.is_whole = not message.get("more_body", False)
         return message
 
+    def expand(self, size: int) -> None:
+        """Count bytes that the body becomes, beside its own.
+
+        Raises:
+            OverloadedError: the client's bodies take too much memory.
+        """
+        if not self._held.grow(size):
+            raise OverloadedError(FULL)
+
     async def _in_time(self, receive: Receive) -> Message:
         if not self._timeout_s:
             return await receive()
@@ -155,17 +179,13 @@ class _Body:
             raise RequestTimeoutError("The body did not arrive in time.") from None
 
     def _count(self, size: int) -> None:
-        if not self._held.grow(size):
-            raise OverloadedError(
-                "The bodies of your other requests use all of --max-body-bytes-per-key; wait for "
-                "their answers."
-            )
+        self.expand(size)
         self._check_size(self._held.amount)
 
     def _check_size(self, size: int) -> None:
-        if size > self._max_size:
+        if size > self.max_size:
             raise RequestTooLargeError(
-                f"The body is larger than {self._max_size} bytes.{self._hint}"
+                f"The body is larger than {self.max_size} bytes.{self._hint}"
             )
 
 
