@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -54,6 +53,9 @@ MAX_TENSORS = 256
 #: ``INTEGERS``: dtypes of whole numbers that inputs may have.
 INTEGERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
+#: ``_PART_BYTES``, ``_MAX_FIELD_BYTES``: of a config that is searched at once, and of the field.
+_PART_BYTES = 1 << 20
+_MAX_FIELD_BYTES = 256
 _TYPE_FIELD = re.compile(rb'"model_type"\s*:\s*"mlx_parallm_net"')
 _LAYERS: Mapping[str, type[Layer]] = {
     **{function.value: Activation for function in Function},
@@ -129,12 +131,14 @@ def is_net(path: Path) -> bool:
     """Return True if a folder's ``config.json`` says that it is a net, however large it is."""
     try:
         with (path / "config.json").open("rb") as file:
-            if not file.seek(0, 2):
-                return False
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                return _TYPE_FIELD.search(content) is not None
+            last = b""
+            while part := file.read(_PART_BYTES):
+                if _TYPE_FIELD.search(last + part):
+                    return True
+                last = part[-_MAX_FIELD_BYTES:]
     except OSError:
         return False
+    return False
 
 
 def read_net(path: Path) -> NetPlan:
@@ -144,7 +148,11 @@ def read_net(path: Path) -> NetPlan:
         ModelLoadError: its ``config.json`` cannot be read, is too large, or describes no net that
             can be computed; the layer or field is named.
     """
-    return parse_net(_content(path / "config.json"))
+    content = _content(path / "config.json")
+    try:
+        return parse_net(content)
+    except ModelLoadError as problem:
+        raise ModelLoadError(f"{path}: {problem}") from None
 
 
 def _content(path: Path) -> dict[str, Any]:

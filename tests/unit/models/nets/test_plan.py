@@ -449,6 +449,19 @@ def test_a_folder_is_read(tmp_path: Path) -> None:
     assert read_net(folder) == parse_net(POLICY)
 
 
+def test_a_refusal_names_the_folder(tmp_path: Path) -> None:
+    folder = written(tmp_path, json.dumps(changed("layers", 0, "inputs", to=["pi.1"])))
+    with pytest.raises(ModelLoadError) as caught:
+        read_net(folder)
+    assert str(caught.value).startswith(f"{folder}: config.json: layer 'pi.0': it reads 'pi.1'")
+
+
+@pytest.mark.parametrize("before", range((1 << 20) - 40, (1 << 20) + 2, 7))
+def test_the_type_is_found_wherever_it_is(tmp_path: Path, before: int) -> None:
+    field = '"model_type": "mlx_parallm_net"'
+    assert is_net(written(tmp_path, f"{{{' ' * before}{field}}}"))
+
+
 def test_a_large_config_is_refused_unparsed(tmp_path: Path) -> None:
     layer = json.dumps(POLICY["layers"][1])
     count = MAX_CONFIG_BYTES // len(layer)
