@@ -23,7 +23,10 @@ from tests import adapter_files
 from tests.server_process import ServerProcess
 
 # The embedded models, which the examples name.
-MODELS = ("mlx-parallm-demo", "demo:mlm", "demo:sentiment", "demo:embed", "demo:reward")
+MODELS = (
+    *("mlx-parallm-demo", "demo:mlm", "demo:sentiment", "demo:embed", "demo:reward"),
+    "demo:cartpole",
+)
 # Folders that examples name: below the first an adapter of the embedded model, and a model like it.
 MODEL_FOLDER, DATA_FOLDER = "/srv/models", "/srv/data"
 ADDRESS = "http://127.0.0.1:8000"

@@ -63,6 +63,7 @@ SLICES = (
     "rl.capabilities",
     "rl.logprobs",
     "rl.routes",
+    "nets.routes",
     "control.server.models",
     "control.weights.adapters",
     "tokenize.routes",

@@ -67,11 +67,11 @@ class Provided:
 
 @dataclass(frozen=True, slots=True)
 class DirectCall:
-    """An endpoint that takes a JSON object and what is made of the request, and answers itself.
+    """An endpoint that takes what is made of the request, and answers itself.
 
     Attributes:
         endpoint: returns the response.
-        body: the field of the body.
+        body: the field of the JSON object that it takes; None if it reads the body itself.
         provided: its other parameters, in FastAPI's order.
     """
 
@@ -83,18 +83,19 @@ class DirectCall:
     def of(route: APIRoute) -> DirectCall | None:
         """Return the call of a route's endpoint; None if FastAPI has to make it."""
         dependant = route.dependant
-        if len(dependant.body_params) != 1 or _takes_others(dependant):
+        # Few GETs are in a hurry.
+        has_body = "POST" in (route.methods or ()) and len(dependant.body_params) <= 1
+        if not has_body or _takes_others(dependant) or dependant.request_param_name:
             return None
-        (body,) = dependant.body_params
-        is_plain = type(body.field_info) is params.Body and not body.field_info.embed
-        if not is_plain or not body.field_info.is_required() or dependant.request_param_name:
+        body = next(iter(dependant.body_params), None)
+        if body is not None and not _is_plain_body(body.field_info):
             return None
         provided = [_provided(each) for each in dependant.dependencies]
         if None in provided or not _answers_itself(route.endpoint):
             return None
         return DirectCall(route.endpoint, body, [each for each in provided if each is not None])
 
-    async def answer(self, request: Request) -> Response | None:
+    async def answer(self, request: JsonRequest) -> Response | None:
         """Return the endpoint's response; None if FastAPI has to read, or to refuse, the body.
 
         The endpoint was not called then, and the request keeps the body.
@@ -102,24 +103,39 @@ class DirectCall:
         Raises:
             Exception: what the reader of the body, a dependency or the endpoint raises.
         """
-        content_type = request.headers.get("content-type", "")
-        if content_type.lower().partition(";")[0] != JSON or TELEMETRY in request.scope:
+        if TELEMETRY in request.scope:
             return None
-        try:
-            body = await request.json() if await request.body() else None
-        except ClientDisconnect:
-            return None
-        if not is_object(body):
-            return None
-        value, problems = self.body.validate(body, {}, loc=("body",))
-        if problems:
-            return None
-        values = {self.body.name: value}
+        values: dict[str, Any] = {}
+        if self.body is not None:
+            body = await _json_object(request)
+            value, problems = (
+                (None, True) if body is None else (self.body.validate(body, {}, loc=("body",)))
+            )
+            if problems:
+                return None
+            values[self.body.name] = value
         for each in self.provided:
             made = await each.make(**{each.request_name: request})
             if each.name is not None:
                 values[each.name] = made
         return await self.endpoint(**values)
+
+
+async def _json_object(request: JsonRequest) -> dict[str, Any] | None:
+    """Return the object that a JSON body has; None for any other body."""
+    content_type = request.headers.get("content-type", "")
+    if content_type.lower().partition(";")[0] != JSON:
+        return None
+    try:
+        body = await request.json() if await request.body() else None
+    except ClientDisconnect:
+        return None
+    return body if is_object(body) else None
+
+
+def _is_plain_body(info: Any) -> bool:
+    """True if a parameter is the whole body, and must be there."""
+    return type(info) is params.Body and not info.embed and info.is_required()
 
 
 def _takes_others(dependant: Dependant) -> bool:

@@ -142,6 +142,7 @@ POOLING = "embeddings and scores"
 TOKENS = "tokens and templates"
 FILES = "files and batches"
 RL = "reinforcement learning"
+NETS = "nets and policies"
 SERVER = "server"
 # CONTROL: the group of routes that need the admin key.
 CONTROL = "control"
@@ -152,6 +153,7 @@ GROUPS = {
     TOKENS: "Texts to tokens and back, and what chat templates make of messages.",
     FILES: "Files, and batches of requests that are answered in the background.",
     RL: "Rollouts and log-probabilities for trainers.",
+    NETS: "Outputs of small nets, and actions of policies.",
     SERVER: "What is served and how it is.",
     CONTROL: "Routes that change the server. They need the admin key, where one is set.",
 }

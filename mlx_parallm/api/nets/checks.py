@@ -123,7 +123,15 @@ def _checked(
     array = cast(array, spec.dtype, where)
     if not signature.allows_non_finite:
         check_finite(array, where)
+    if spec.num_choices is not None and not _are_choices(array, spec.num_choices):
+        raise refused(where, f"has a number that is not one of 0 to {spec.num_choices - 1}")
     return array
+
+
+def _are_choices(array: np.ndarray, count: int) -> bool:
+    """True if all numbers are whole ones from 0 to below a count."""
+    is_within = ((array >= 0) & (array < count)).all()
+    return bool(is_within and (array.dtype.kind != "f" or not (array % 1).any()))
 
 
 def fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:

@@ -86,6 +86,16 @@ def test_inputs_that_do_not_fit_are_refused(
     assert refusal.value.param == "inputs"
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "float32"])
+@pytest.mark.parametrize("number", [-1, 5, 0.5, math.nan])
+def test_numbers_that_are_no_choice_are_refused(dtype: str, number: float) -> None:
+    spec = TensorSpec("obs", dtype, (-1,), num_choices=5)
+    signature = NetSignature(inputs=(spec,), outputs=DICT.outputs, allows_non_finite=True)
+    assert checked(signature, {"obs": [0, 4]}).num_rows == 2
+    with pytest.raises(InvalidRequestError, match=r"inputs\.obs"):
+        checked(signature, {"obs": [0, number]})
+
+
 def test_a_net_may_take_numbers_that_are_not_finite() -> None:
     signature = replace(policy(), allows_non_finite=True)
     rows = checked(signature, {"obs": [[0, 1, math.nan, math.inf]]})
