@@ -40,6 +40,7 @@ from mlx_parallm.models.nets.pointwise import (
     Normalize,
     Scale,
 )
+from mlx_parallm.worker.nets.products import product
 from mlx_parallm.worker.nets.recurrent import run_recurrent
 
 #: ``Arrays``: arrays by name.
@@ -113,18 +114,18 @@ def _aligned(arrays: Sequence[tuple[mx.array, int]]) -> list[mx.array]:
 def _linear(layer: Linear, parts: Arrays, arrays: Sequence[mx.array], _: int) -> mx.array:
     stored = layer.quantization
     if stored is None:
-        (x,), weight = arrays, parts["weight"].T
-        return mx.addmm(parts["bias"], x, weight) if layer.has_bias else x @ weight
-    product = mx.quantized_matmul(
-        arrays[0],
-        parts["weight"],
-        scales=parts["scales"],
-        biases=parts["biases"],
-        transpose=True,
-        group_size=stored.group_size,
-        bits=stored.bits,
-    )
-    return product + parts["bias"] if layer.has_bias else product
+        result = product(arrays[0], parts["weight"].T)
+    else:
+        result = mx.quantized_matmul(
+            arrays[0],
+            parts["weight"],
+            scales=parts["scales"],
+            biases=parts["biases"],
+            transpose=True,
+            group_size=stored.group_size,
+            bits=stored.bits,
+        )
+    return result + parts["bias"] if layer.has_bias else result
 
 
 def _embedding(layer: Embedding, parts: Arrays, arrays: Sequence[mx.array], _: int) -> mx.array:
@@ -148,10 +149,10 @@ def _conv2d(layer: Conv2d, parts: Arrays, arrays: Sequence[mx.array], leading: i
     weight, window = parts["weight"].transpose(0, 2, 3, 1), layer.window
 
     def compute(images: mx.array) -> mx.array:
-        product = mx.conv2d(
+        result = mx.conv2d(
             images, weight, window.stride, window.padding, window.dilation, layer.groups
         )
-        return product + parts["bias"] if layer.has_bias else product
+        return result + parts["bias"] if layer.has_bias else result
 
     return _on_images(compute, arrays[0], leading)
 

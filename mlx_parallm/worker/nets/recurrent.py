@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import mlx.core as mx
 
 from mlx_parallm.models.nets.dense import Lstm, Recurrent
+from mlx_parallm.worker.nets.products import product
 
 #: ``States``: arrays ``[rows, hidden]`` by the last part of their names.
 States = dict[str, mx.array]
@@ -61,7 +62,7 @@ def _over_time(
     state: States,
     episode_start: mx.array | None,
 ) -> tuple[mx.array, States]:
-    read = x @ weights["weight_ih"].T
+    read = product(x, weights["weight_ih"].T)
     if "bias_ih" in weights:
         read = read + weights["bias_ih"]
     hidden: list[mx.array] = []
@@ -76,8 +77,8 @@ def _over_time(
 
 
 def _gates(weights: Mapping[str, mx.array], hidden: mx.array) -> mx.array:
-    product = hidden @ weights["weight_hh"].T
-    return product + weights["bias_hh"] if "bias_hh" in weights else product
+    result = product(hidden, weights["weight_hh"].T)
+    return result + weights["bias_hh"] if "bias_hh" in weights else result
 
 
 def _lstm_step(weights: Mapping[str, mx.array], read: mx.array, state: States) -> States:

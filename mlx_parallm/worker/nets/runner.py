@@ -19,11 +19,12 @@ from mlx_parallm.models.nets.plan import NetPlan
 from mlx_parallm.types.nets import NetSignature, TensorSpec
 from mlx_parallm.worker.nets.distributions import act
 from mlx_parallm.worker.nets.layers import forward
+from mlx_parallm.worker.nets.products import ROW_TILE
 from mlx_parallm.worker.nets.weights import NetWeights
 from mlx_parallm.worker.ops import ActRows, NetBatch, NetOutputs
 
 #: ``TILES``: rows of a tile, the most first.
-TILES = (8, 4, 2, 1)
+TILES = (ROW_TILE, 4, 2, 1)
 #: ``CHECKED_ROWS``: rows of the check, and the most that are computed at once on a CPU.
 CHECKED_ROWS = 64
 #: ``TRIALS``: orders of the rows that the check compares.
