@@ -297,6 +297,8 @@ def test_choices_of_no_probability_add_no_entropy() -> None:
     np.testing.assert_allclose(results[ActResult.ENTROPY], [math.log(2)], rtol=1e-6)
     sure = act_on(policy_of("bernoulli"), {"out": mx.array([[200.0]]), "value": mx.zeros(1)})
     assert sure[ActResult.ENTROPY].tolist() == [0.0]
+    single = act_on(policy_of("categorical"), {"out": mx.array([[5.0]]), "value": mx.zeros(1)})
+    assert str(single[ActResult.ENTROPY].tolist()) == "[0.0]", "an entropy is -0.0"
 
 
 def test_the_likeliest_bit_of_even_chances_is_zero() -> None:
