@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.types.json_values import is_list, is_object
 
 #: ``MAX_SIZE``: the largest whole number in a field.
 MAX_SIZE = 1 << 30
@@ -113,12 +114,12 @@ class Fields:
         return self._object(self.value(name), f"{self.where}: {name}")
 
     def _object(self, value: Any, where: str) -> Fields:
-        if not isinstance(value, dict):
+        if not is_object(value):
             raise ModelLoadError(f"config.json: {where} must be an object")
         return Fields(value, where)
 
     def _list(self, name: str, value: Any, most: int = MAX_LIST) -> Sequence[Any]:
-        if not isinstance(value, list):
+        if not is_list(value):
             self.refuse(f"{name} must be a list")
         if len(value) > most:
             self.refuse(f"{name} has {len(value)} entries; at most {most} are allowed")

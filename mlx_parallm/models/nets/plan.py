@@ -40,6 +40,7 @@ from mlx_parallm.models.nets.pointwise import (
 )
 from mlx_parallm.models.nets.roles import read_policy
 from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.types.json_values import is_object
 from mlx_parallm.types.nets import ANY, NetSignature, TensorSpec
 from mlx_parallm.units import readable_bytes
 
@@ -166,7 +167,7 @@ def _content(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as problem:
         raise ModelLoadError(f"{path} cannot be read: {problem}") from problem
-    if not isinstance(content, dict):
+    if not is_object(content):
         raise ModelLoadError(f"{path} is no JSON object")
     return content
 
