@@ -189,7 +189,7 @@ class _Choices(_Family):
         of_choices = mx.take_along_axis(self.log_probs, index + mx.array(starts), axis=-1)
         probs = mx.exp(self.log_probs)
         # A choice of no probability adds nothing, though 0 times its infinite logarithm is NaN.
-        entropy = mx.where(probs > 0, -probs * self.log_probs, 0).sum(-1)
+        entropy = mx.where(probs > 0, probs * mx.abs(self.log_probs), 0).sum(-1)
         return {ActResult.LOG_PROBS: of_choices.sum(-1), ActResult.ENTROPY: entropy}
 
     def parameters(self) -> dict[str, mx.array]:
@@ -213,8 +213,8 @@ class _Bits(_Family):
         log_one, log_zero = -mx.logaddexp(-self.logits, 0.0), -mx.logaddexp(self.logits, 0.0)
         log_probs = mx.where(actions > 0, log_one, log_zero).sum(-1)
         prob = mx.sigmoid(self.logits)
-        of_ones = mx.where(prob > 0, -prob * log_one, 0)
-        of_zeros = mx.where(prob < 1, (prob - 1) * log_zero, 0)
+        of_ones = mx.where(prob > 0, prob * mx.abs(log_one), 0)
+        of_zeros = mx.where(prob < 1, (1 - prob) * mx.abs(log_zero), 0)
         entropy = (of_ones + of_zeros).sum(-1)
         return {ActResult.LOG_PROBS: log_probs, ActResult.ENTROPY: entropy}
 
