@@ -38,7 +38,12 @@ def bench():
     return Bench(Sizes.tiny())
 
 
-@pytest.mark.parametrize("row", INSIDE, ids=lambda row: row.name)
+def marked(row):
+    # Servers of many clients, which "server-128-one-process" has too.
+    return pytest.param(row, marks=[pytest.mark.slow] * row.name.startswith("server-256"))
+
+
+@pytest.mark.parametrize("row", [marked(row) for row in INSIDE], ids=lambda row: row.name)
 def test_every_row_measures_what_it_has_targets_for(bench, row):
     outcome = row.measure(bench)
     assert set(outcome.values) == {target.what for target in row.targets}

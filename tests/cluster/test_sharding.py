@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,12 @@ MODULE = "tests.cluster.sharded_ops"
 TOLERANCE = 1e-4
 #: INT8_TOLERANCE allows for keys and values that another order rounds to the next integer.
 INT8_TOLERANCE = 2e-3
-MODELS = ("dense", "experts", "packed")
+#: MODELS, with their bits, that run everything.
+MODELS: dict[str, tuple[dict[str, Any], int | None]] = {
+    "dense": (sharded_models.DENSE, None),
+    "experts": (sharded_models.EXPERTS, None),
+    "packed": (sharded_models.DENSE, 4),
+}
 
 #: OTHERS: models with other layers, with their quantisation: bits and mode. The names with "packed"
 #: stay quantised on a CPU.
@@ -33,7 +40,17 @@ OTHERS: dict[str, tuple[dict[str, Any], int | None, str]] = {
     "latent": (sharded_models.LATENT, None, "affine"),
 }
 
+# SCENARIOS of dense models that run one thing.
+SCENARIOS = {"ahead": "ahead", "int8": "base", "embeds": "embeds"}
+# LATER: models that only ``make test-slow`` runs; their ranks are started once more.
+LATER = ("experts", "packed", "tied-packed-8", "packed-mxfp4")
+
 Results = dict[str, dict[str, Any]]
+
+
+def later(names: Iterable[str]) -> list[Any]:
+    """Return names of models as parameters; those ``LATER`` are slow."""
+    return [pytest.param(n, marks=pytest.mark.slow) if n in LATER else n for n in names]
 
 
 class Compared(NamedTuple):
@@ -49,53 +66,58 @@ class Compared(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Compared:
-    """Return the results of one process and of two ranks."""
-    folder = tmp_path_factory.mktemp("pair")
-    for name, config, bits in (
-        ("dense", sharded_models.DENSE, None),
-        ("experts", sharded_models.EXPERTS, None),
-        ("packed", sharded_models.DENSE, 4),
-    ):
-        write_model(folder / name, config, bits=bits)
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Compared]:
+    """Return a function that gives the results of the models ``LATER``, or of all others."""
+
+    @cache
+    def compare(is_later: bool) -> Compared:
+        folder = tmp_path_factory.mktemp("pair")
+        names = [name for name in (*MODELS, *OTHERS, *SCENARIOS) if (name in LATER) == is_later]
+        return _compare(2, folder, *(write_scenario(folder, name) for name in names))
+
+    return compare
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest, compared: Callable[[bool], Compared]) -> Compared:
+    """Return the results of one process and of two ranks, for the test's model and others."""
+    callspec = getattr(request.node, "callspec", None)
+    return compared(callspec is not None and callspec.params["model"] in LATER)
+
+
+def write_scenario(folder: Path, name: str) -> str:
+    """Write a model; return what to run with it."""
+    if name in MODELS:
+        config, bits = MODELS[name]
         write_model(folder / f"{name}-other", config, bits=bits, seed=4)
-    others = [f"base={write_other(folder, name)}" for name in OTHERS]
-    ahead = write_model(folder / "ahead", sharded_models.DENSE)
-    scenarios = [f"everything={folder / name}" for name in MODELS]
-    int8 = write_model(folder / "int8", sharded_models.DENSE)
-    embeds = write_model(folder / "embeds", sharded_models.DENSE)
-    others += [f"ahead={ahead}", f"base={int8}", f"embeds={embeds}"]
-    return _compare(2, folder, *scenarios, *others)
-
-
-def write_other(folder: Path, name: str) -> Path:
-    """Write one of ``OTHERS``."""
-    config, bits, mode = OTHERS[name]
-    return write_model(folder / name, config, bits=bits, mode=mode)
+        return f"everything={write_model(folder / name, config, bits=bits)}"
+    config, bits, mode = OTHERS.get(name, (sharded_models.DENSE, None, "affine"))
+    written = write_model(folder / name, config, bits=bits, mode=mode)
+    return f"{SCENARIOS.get(name, 'base')}={written}"
 
 
 def _compare(size: int, folder: Path, *scenarios: str) -> Compared:
     return Compared(run_all(None, list(scenarios)), run_ranks(size, folder, [MODULE, *scenarios]))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", later(MODELS))
 def test_exact_tokens_are_those_of_one_process(pair: Compared, model: str) -> None:
     assert pair.ranks[0][model]["path"] == pair.alone[model]["path"] == "packed"
     _assert_same_steps(pair, model, "base")
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", later(MODELS))
 def test_adapters_give_the_tokens_of_one_process(pair: Compared, model: str) -> None:
     _assert_same_steps(pair, model, "adapters", "replaced", "beneath", "awake")
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", later(MODELS))
 def test_updates_give_the_tokens_of_one_process(pair: Compared, model: str) -> None:
     names = ("after tensors", "after sleep 1", "after sleep 2", "after folder")
     _assert_same_steps(pair, model, *names)
 
 
-@pytest.mark.parametrize("model", OTHERS)
+@pytest.mark.parametrize("model", later(OTHERS))
 def test_exact_tokens_of_other_layers(pair: Compared, model: str) -> None:
     _assert_same_steps(pair, model, "base")
     for rank in pair.ranks:
@@ -112,7 +134,7 @@ def test_exact_tokens_of_adapters_in_compiled_steps_that_run_ahead(pair: Compare
     _assert_same_steps(pair, "ahead", "alone", "adapters", "replaced")
 
 
-@pytest.mark.parametrize("model", [*MODELS, "latent", "int8", "ahead"])
+@pytest.mark.parametrize("model", later([*MODELS, "latent", "int8", "ahead"]))
 def test_each_rank_gets_its_part_of_a_block_back(pair: Compared, model: str) -> None:
     for results in (pair.alone, *pair.ranks):
         _assert_moved(results[model]["moves"])
@@ -144,7 +166,7 @@ def test_exact_tokens_of_prompts_with_embeddings(pair: Compared) -> None:
     assert wanted["embeds"][-1].tokens[1] == wanted["base"][-1].tokens[1]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", later(MODELS))
 def test_digests_of_updates_are_those_of_whole_weights(pair: Compared, model: str) -> None:
     wanted = _digests(pair.alone[model])
     first, before, after, *_, folder, last = wanted.values()
@@ -165,7 +187,7 @@ def _digests(results: dict[str, Any]) -> dict[str, dict[str, str]]:
     return {name: value for name, value in results.items() if name.startswith("digests")}
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", later(MODELS))
 def test_updates_are_refused_as_by_one_process(pair: Compared, model: str) -> None:
     wanted = pair.alone[model]
     for results in (wanted, *(rank[model] for rank in pair.ranks)):
@@ -174,13 +196,13 @@ def test_updates_are_refused_as_by_one_process(pair: Compared, model: str) -> No
             assert results[name] == wanted[name] is not None
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", later(MODELS))
 def test_updates_of_other_files_on_another_machine_are_refused(pair: Compared, model: str) -> None:
     refusals = [rank[model]["other files"] for rank in pair.ranks]
     assert all(refusal.startswith("Rank 1 has other files in ") for refusal in refusals)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", later(MODELS))
 def test_adapters_of_one_part_do_not_fit_the_whole_model(pair: Compared, model: str) -> None:
     wanted = pair.alone[model]["unfit"]
     assert "does not fit" in wanted
@@ -188,7 +210,7 @@ def test_adapters_of_one_part_do_not_fit_the_whole_model(pair: Compared, model: 
         assert rank[model]["unfit"] == wanted
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", later(MODELS))
 def test_adapters_change_what_the_model_answers(pair: Compared, model: str) -> None:
     results = pair.ranks[0][model]
     names = ("base", "adapters", "replaced", "beneath", "after tensors", "after folder")

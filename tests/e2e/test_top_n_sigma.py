@@ -15,7 +15,7 @@ HI = [{"role": "user", "content": "~x~ What? qqq"}]
 # Only the likeliest token has a logit this close to the largest.
 LIKELIEST = {"top_n_sigma": 1e-6, "seed": 3}
 GREEDY = {"temperature": 0.0}
-MAX_TOKENS = 40
+MAX_TOKENS = 16
 # Each route with a body, the object that takes sampling parameters, and the limit's name.
 ROUTES: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("/v1/chat/completions", {"messages": HI}, None, "max_tokens"),

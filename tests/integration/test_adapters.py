@@ -237,7 +237,10 @@ def test_a_dropped_adapter_is_gone_and_others_stay() -> None:
     served.check(served.step(LENGTH - 1, LENGTH), LENGTH)
 
 
-@pytest.mark.parametrize("shape", ["tiny", "tiny tied", "tiny MoE", "tiny hybrid"])
+@pytest.mark.parametrize(
+    "shape",
+    ["tiny", "tiny tied", "tiny MoE", pytest.param("tiny hybrid", marks=pytest.mark.slow)],
+)
 def test_compiled_steps_with_adapters(shape: str) -> None:
     adapters = OF_EXPERTS if shape == "tiny MoE" else ADAPTERS
     if shape == "tiny tied":

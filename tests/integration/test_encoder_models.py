@@ -70,7 +70,9 @@ def test_a_ragged_batch_equals_each_sequence_alone(golden: dict[str, Any], tmp_p
         np.testing.assert_allclose(np.array(alone[0]), row, atol=ATOL)
 
 
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [mx.float16, pytest.param(mx.bfloat16, marks=pytest.mark.slow)], ids=str
+)
 def test_half_precision_is_near(golden: dict[str, Any], tmp_path: Path, dtype: mx.Dtype) -> None:
     loaded = load_encoder(write_golden(tmp_path, golden), dtype)
     assert loaded.dtype == str(dtype).removeprefix("mlx.core.")

@@ -60,8 +60,23 @@ def test_towers_compute_images_of_equal_shapes_together(name: str) -> None:
         assert not mx.allclose(together[0].rows, together[1].rows, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", vision_names())
-@pytest.mark.parametrize("backend", [ReferenceAttention, AheadAttention, CompiledAttention])
+# Models of which MLX compiles most kernels are slow; others have the same layers.
+MANY_KERNELS = ("gemma4", "gemma4_small", "idefics3", "qwen3_5")
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        pytest.param(
+            *(backend, name),
+            marks=[pytest.mark.slow]
+            if backend is CompiledAttention and name in MANY_KERNELS
+            else [],
+        )
+        for backend in (ReferenceAttention, AheadAttention, CompiledAttention)
+        for name in vision_names()
+    ],
+)
 def test_tokens_in_batches_are_those_of_transformers(
     name: str, backend: type[ReferenceAttention]
 ) -> None:

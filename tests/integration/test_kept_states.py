@@ -42,11 +42,13 @@ KEEPING = [name for name in STATEFUL if name not in REPLAYED]
 #: SOME of each kind of layer: a gated delta net, three of its convolutions, Mamba 2 beside
 #: attention, short convolutions, gated linear attention, split attention.
 SOME = ("qwen3_5", "olmo_hybrid", "falcon_h1", "lfm2", "bailing_moe_linear", "kimi_linear")
+#: FEW where MLX compiles kernels for each.
+FEW = ("qwen3_5", "lfm2")
 
 
-def first_some(names: Sequence[str], *options: object) -> list[Any]:
-    """Return parameters of tests for architectures; those that are not in ``SOME`` are slow."""
-    marks = {name: () if name in SOME else pytest.mark.slow for name in names}
+def first_some(names: Sequence[str], *options: object, quick: Sequence[str] = SOME) -> list[Any]:
+    """Return parameters of tests for architectures; those that are not ``quick`` are slow."""
+    marks = {name: () if name in quick else pytest.mark.slow for name in names}
     return [pytest.param(name, *options, marks=mark) for name, mark in marks.items()]
 
 
@@ -211,13 +213,13 @@ def test_a_kept_state_is_that_before_its_proposal(name: str, steps_between: int)
 COMPILED = [name for name in KEEPING if name != "bailing_moe_linear"]
 
 
-@pytest.mark.parametrize("name", first_some(KEEPING))
+@pytest.mark.parametrize("name", first_some(KEEPING, quick=FEW))
 def test_steps_are_compiled_where_rows_may_have_several_lengths(name: str) -> None:
     choice = Steps(name, CompiledAttention).choose()
     assert choice == ProposalChoice(batches=True, keeps_states=True, compiles=name in COMPILED)
 
 
-@pytest.mark.parametrize("name", first_some(COMPILED))
+@pytest.mark.parametrize("name", first_some(COMPILED, quick=FEW))
 def test_a_compiled_step_gives_the_same(name: str) -> None:
     wanted, steps = one_by_one(name), compiled_steps_of(name)
     steps.path.batch_proposals = steps.path.keeps_states = True

@@ -14,6 +14,7 @@ from tests.kernels.shim_compile import require_compiler
 
 PROMPTS = ["1, 2, 3,", "What is", "The"]
 # PLACES: what is said not to be used, by the kernels that are faulty.
+slow = pytest.mark.slow
 PLACES = {
     "attend": "attention kernels",
     "copy": "attention kernels",
@@ -52,7 +53,10 @@ def test_a_mac_whose_compiler_rejects_all_kernels_serves(
         assert f"{place} are not used: RuntimeError: [metal::Device] Unable" in caplog.text
 
 
-@pytest.mark.parametrize("kernel", PLACES)
+@pytest.mark.parametrize(
+    "kernel",
+    ["attend", "expand", *(pytest.param(name, marks=slow) for name in ("copy", "draw"))],
+)
 def test_one_kernel_with_wrong_numbers_changes_no_token(
     fake_mac: Callable[..., FakeMac],
     wanted: list[Sequence[int]],

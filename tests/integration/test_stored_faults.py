@@ -184,7 +184,14 @@ async def sleep(served: Process, level: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "act", [pause, pause_and_forget_memory, partial(sleep, level=1), partial(sleep, level=2)]
+    "act",
+    [
+        pause_and_forget_memory,
+        partial(sleep, level=2),
+        # Less than these two do.
+        pytest.param(pause, marks=pytest.mark.slow),
+        pytest.param(partial(sleep, level=1), marks=pytest.mark.slow),
+    ],
 )
 async def test_blocks_that_are_read_meanwhile_are_used_after_it(
     files: GatedFiles,

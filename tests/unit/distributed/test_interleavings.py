@@ -361,7 +361,9 @@ def run(seed: int) -> Counter[str]:
     return ranks.seen
 
 
-@pytest.mark.parametrize("part", range(NUM_PARTS))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, NUM_PARTS))]
+)
 def test_two_ranks_do_what_one_process_does(part: int, caplog: pytest.LogCaptureFixture) -> None:
     # A rank logs each refusal with its traceback.
     caplog.set_level(logging.CRITICAL, logger="mlx_parallm")

@@ -214,7 +214,14 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# RARE shows in few histories.
+RARE = "the slot is filled before its last state is kept"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [*(each for each in FAULTS if each != RARE), pytest.param(RARE, marks=pytest.mark.slow)],
+)
 def test_histories_show_every_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*FAULTS[fault])
     with pytest.raises(AssertionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 from hypothesis import given, settings
@@ -29,8 +30,17 @@ def decodes(batch: ScheduledBatch) -> bool:
 
 @settings(max_examples=20)
 @given(limits=LIMITS)
-def test_they_are_within_the_limits(limits: StepLimits) -> None:
-    for batch in warm_up_batches(limits):
+def test_they_are_within_the_limits_and_meet_every_shape(limits: StepLimits) -> None:
+    # Making them takes longest.
+    batches = list(warm_up_batches(limits))
+    check_limits(limits, batches)
+    steps = [batch for batch in batches if decodes(batch)]
+    check_tables(limits, steps)
+    check_sources(limits, steps)
+
+
+def check_limits(limits: StepLimits, batches: list[ScheduledBatch]) -> None:
+    for batch in batches:
         assert batch.num_tokens <= limits.tokens
         assert len({row.slot for row in batch.sequences}) == len(batch.sequences)
         for row in batch.sequences:
@@ -44,33 +54,28 @@ def test_they_are_within_the_limits(limits: StepLimits) -> None:
                 assert row.source.num_tokens <= len(row.source.block_table) * limits.block_size
 
 
-@settings(max_examples=20)
-@given(limits=LIMITS)
-def test_every_number_of_rows_is_met_with_every_length_of_tables(limits: StepLimits) -> None:
-    met = {
-        (padded_rows(len(batch.sequences)), width(batch))
-        for batch in warm_up_batches(limits)
-        if decodes(batch)
-    }
-    longest = -(-limits.model_len // limits.block_size)
-    lengths = {width_of(blocks) for blocks in range(1, longest + 1)}
-    rows = {padded_rows(count) for count in range(1, limits.num_seqs + 1)}
-    assert met >= {(count, length) for count in rows for length in lengths}
+def check_tables(limits: StepLimits, steps: list[ScheduledBatch]) -> None:
+    """Check that every number of rows is met with every length of tables."""
+    met = {(padded_rows(len(batch.sequences)), width(batch)) for batch in steps}
+    assert met >= shapes(limits, limits.model_len)
 
 
-@settings(max_examples=20)
-@given(limits=LIMITS)
-def test_every_number_of_rows_is_met_with_every_length_of_sources(limits: StepLimits) -> None:
-    steps = [batch.sequences for batch in warm_up_batches(limits) if decodes(batch)]
+def check_sources(limits: StepLimits, steps: list[ScheduledBatch]) -> None:
+    """Check that every number of rows is met with every length of sources."""
     met = {
-        (padded_rows(len(rows)), width_of(len(rows[0].source.block_table)))
-        for rows in steps
-        if rows[0].source is not None
+        (padded_rows(len(batch.sequences)), width_of(len(source.block_table)))
+        for batch in steps
+        if (source := batch.sequences[0].source) is not None
     }
-    longest = -(-limits.source_len // limits.block_size)
+    assert met >= shapes(limits, limits.source_len)
+
+
+def shapes(limits: StepLimits, num_tokens: int) -> set[tuple[int, int]]:
+    """Return all numbers of rows with all widths of tables of up to so many tokens."""
+    longest = -(-num_tokens // limits.block_size)
     lengths = {width_of(blocks) for blocks in range(1, longest + 1)}
     rows = {padded_rows(count) for count in range(1, limits.num_seqs + 1)}
-    assert met >= {(count, length) for count in rows for length in lengths}
+    return {(count, length) for count in rows for length in lengths}
 
 
 def test_the_blocks_of_sources_are_unused_ones() -> None:
@@ -94,6 +99,7 @@ def test_prompts_alone_and_beside_rows_fill_steps_of_all_sizes() -> None:
     assert len(steps) < 250
 
 
+@cache
 def width_of(blocks: int) -> int:
     return HeldTables().rows([(0,) * blocks], 1).shape[1]
 
