@@ -64,6 +64,7 @@ SLICES = (
     "rl.logprobs",
     "rl.routes",
     "nets.routes",
+    "nets.oip.routes",
     "control.server.models",
     "control.weights.adapters",
     "tokenize.routes",

@@ -24,6 +24,8 @@ MODELS = (
     "demo:reward",
     "demo:see",
     "demo:translate",
+    "demo:cartpole",
+    "demo:memory",
 )
 FOLDERS = (
     ".",

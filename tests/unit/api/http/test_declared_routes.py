@@ -39,6 +39,7 @@ LIMITS: dict[str, Any] = {
 OPEN = {
     "GET /health", "GET /ping", "POST /ping", "GET /ready", "GET /load", "GET /version",
     "GET /metrics", "GET /docs", "GET /docs/assets/x", "GET /openapi.json", "GET /", "GET /page/x",
+    "GET /v2", "GET /v2/health/live", "GET /v2/health/ready",
 }  # fmt: skip
 
 

@@ -145,6 +145,7 @@ def test_bytes_of_several_inputs_come_in_the_order_of_the_object() -> None:
             "has data of the shape [1], which is neither [2, 4] nor a list of 8",
         ),
         ([tensor(data=OBS.reshape(4, 2).tolist())], "shape [4, 2], which is neither"),
+        ([tensor(data=[0.5] * 9)], "shape [9], which is neither"),
         ([tensor(data=[[1, 2], [3]])], "different lengths"),
         ([tensor(data=["a"] * 8)], "not a number"),
         ([tensor(data=[None] * 8)], "not a number"),
@@ -298,6 +299,7 @@ def test_time_may_be_left_out() -> None:
     assert inference.request.inputs["obs"].shape == (2, 4)
     timed = read(RECURRENT, {"inputs": [tensor(shape=[1, 2, 4])]})
     assert timed.request.inputs["obs"].shape == (1, 2, 4)
+    assert "0 times" in refusal(RECURRENT, {"inputs": [tensor(shape=[1, 0, 4], data=[])]})
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"null", b"{", b"\xff", b"[" * 300])
