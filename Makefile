@@ -67,7 +67,7 @@ test-slow: $(DEV_STAMP) ## Types and the tests marked slow: kernels, kills and r
 # Suites that hold for any number of engines and of HTTP processes.
 ENGINE_SUITES := abort api_answers batches cache_scope client_adapters embeddings encoder_routes \
 	in_flight keys late_interaction live_adapters live_weights logprobs mezo mezo_prompts mezo_reward min_tokens mixed_models mlm \
-	model_loading images prompt_embeds responses_live rewarded_rollouts rl_logprobs rollout scores serve \
+	model_loading images open_inference prompt_embeds responses_live rewarded_rollouts rl_logprobs rollout scores serve \
 	sglang speculation structured token_generate tools
 test-engines: $(DEV_STAMP) ## Tests of adapters, weights, rollouts and more against two engines and two HTTP processes
 	@$(TEST_ENV) MLX_PARALLM_DATA_PARALLEL_SIZE=2 MLX_PARALLM_API_SERVER_COUNT=2 $(PYTEST) -m "not one_engine" \
@@ -89,16 +89,18 @@ page-test: $(RUNTIME_STAMP) ## The page at / in Chromium (needs Node and Chromiu
 		exec env PYTHON="$(abspath $(BIN)/python)" \
 		$(abspath $(BIN)/python) -m mlx_parallm.peers.child_process parent -- npm test
 
-# Clients that nothing else here needs; instructor wants an older OpenAI client than the others, and
-# langchain's package for Hugging Face an older client of the hub.
+# Clients that nothing else here needs; instructor wants an older OpenAI client than the others,
+# langchain's package for Hugging Face an older client of the hub, and KServe's an older protobuf.
 CLIENTS := .venv-clients
 INSTRUCTOR := .venv-instructor
 LANGCHAIN := .venv-langchain
+INFERENCE := .venv-inference
 CLIENTS_STAMP := $(CLIENTS)/.installed-$(call checksum,requirements/conformance.txt)
 INSTRUCTOR_STAMP := $(INSTRUCTOR)/.installed-$(call checksum,requirements/conformance-instructor.txt)
 LANGCHAIN_STAMP := $(LANGCHAIN)/.installed-$(call checksum,requirements/conformance-langchain.txt)
+INFERENCE_STAMP := $(INFERENCE)/.installed-$(call checksum,requirements/conformance-inference.txt)
 
-conformance: $(DEV_STAMP) $(CLIENTS_STAMP) $(INSTRUCTOR_STAMP) $(LANGCHAIN_STAMP) ## Unmodified clients against a live server; rewrites docs/compatibility.md (needs Node)
+conformance: $(DEV_STAMP) $(CLIENTS_STAMP) $(INSTRUCTOR_STAMP) $(LANGCHAIN_STAMP) $(INFERENCE_STAMP) ## Unmodified clients against a live server; rewrites docs/compatibility.md (needs Node)
 	@cd tests/conformance/node && npm ci --no-audit --no-fund
 	@exec $(WITH_MAKE) tests.conformance.run_all $(ARGS)
 
@@ -218,6 +220,11 @@ $(LANGCHAIN_STAMP): requirements/conformance-langchain.txt
 	@$(PYTHON) -m venv $(LANGCHAIN)
 	@$(LANGCHAIN)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
 	@rm -f $(LANGCHAIN)/.installed-* && touch $@
+
+$(INFERENCE_STAMP): requirements/conformance-inference.txt
+	@$(PYTHON) -m venv $(INFERENCE)
+	@$(INFERENCE)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
+	@rm -f $(INFERENCE)/.installed-* && touch $@
 
 $(TRAINERS_STAMP): requirements/trainers.txt
 	@echo "Installing the trainers"

@@ -16,6 +16,7 @@ from tests.conformance.report import write_document
 from tests.conformance.suites import SUITES, Suite
 from tests.cross_encoder_folder import write_cross_encoder
 from tests.embedder_folder import write_embedder
+from tests.net_folders import write_memory, write_policy
 from tests.server_process import ROOT, ServerProcess
 
 RESULTS = ROOT / "results" / "conformance"
@@ -25,6 +26,8 @@ RERANKER = "reranker"
 EMBEDDER = "embedder"
 SEEING = "demo:see"
 TRANSLATOR = "translator"
+POLICY = "policy"
+MEMORY = "memory"
 DEMO_MODEL = ROOT / "mlx_parallm" / "demo_models" / "chat"
 
 
@@ -45,10 +48,12 @@ def main(words: list[str]) -> int:
         embedder = write_embedder(Path(folder) / "embedder")
         translator = make_seq2seq(Path(folder) / "translator", "tiny-t5")
         names = [f"{DEMO_MODEL}={MODEL}", f"{reranker}={RERANKER}", f"{embedder}={EMBEDDER}"]
-        models = (str(DEMO_MODEL), str(reranker), str(embedder), SEEING, str(translator))
+        policy, memory = write_policy(Path(folder) / POLICY), write_memory(Path(folder) / MEMORY)
+        names += [f"{translator}={TRANSLATOR}", f"{policy}={POLICY}", f"{memory}={MEMORY}"]
+        others = (reranker, embedder, translator, policy, memory)
         server = ServerProcess(
-            *("--api-key", KEY, "--model", *models),
-            *("--served-model-name", *names, f"{translator}={TRANSLATOR}"),
+            *("--api-key", KEY, "--model", str(DEMO_MODEL), SEEING, *map(str, others)),
+            *("--served-model-name", *names),
             is_forked=False,
         )
         try:

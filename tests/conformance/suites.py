@@ -11,6 +11,7 @@ ROOT = HERE.parents[1]
 CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
 INSTRUCTOR = ROOT / ".venv-instructor" / "bin" / "python"
 LANGCHAIN = ROOT / ".venv-langchain" / "bin" / "python"
+INFERENCE = ROOT / ".venv-inference" / "bin" / "python"
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,13 @@ SUITES = (
         ("langchain-huggingface", "huggingface-hub"),
         "requirements/conformance-langchain.txt",
         LANGCHAIN,
+    ),
+    Suite(
+        "test_open_inference.py",
+        "Triton's and KServe's clients",
+        ("tritonclient", "kserve"),
+        "requirements/conformance-inference.txt",
+        INFERENCE,
     ),
     Suite("node/openai.test.js", "OpenAI's client for Node", ("openai",), NODE, None),
     Suite(
