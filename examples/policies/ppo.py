@@ -42,7 +42,7 @@ class Settings:
 
     carts: int = 64
     steps: int = 32
-    updates: int = 80
+    updates: int = 100
     epochs: int = 8
     minibatches: int = 4
     learning_rate: float = 1e-3

@@ -89,7 +89,7 @@ class Player:
     def __init__(self, policy: ActingPolicy, carts: Carts, zeros: Arrays, seed: int) -> None:
         self._policy, self._carts, self._states = policy, carts, zeros
         self._starts = np.ones(len(carts.observations), bool)
-        self._seeds = iter(range(seed << 32, (seed + 1) << 32))
+        self._random = np.random.default_rng(seed)
 
     def play(self, steps: int, version: str, discount: float) -> Rollout:
         """Play so many steps, each worth ``1 - discount``, so that values are between 0 and 1.
@@ -128,7 +128,8 @@ class Player:
         )
 
     def _act(self, observations: np.ndarray, starts: np.ndarray, version: str) -> Acts:
-        acts = self._policy.act(observations, self._states, starts, seed=next(self._seeds))
+        seed = int(self._random.integers(1 << 32))
+        acts = self._policy.act(observations, self._states, starts, seed=seed)
         if acts.version != version:
             raise WrongVersionError(f"{acts.version!r} acted; {version!r} was uploaded last")
         return acts

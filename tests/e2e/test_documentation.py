@@ -33,6 +33,7 @@ FOLDERS = (
     "docs/decisions",
     "examples/grpo",
     "examples/mezo",
+    "examples/policies",
     "loadtests",
     "benchmarks",
     "benchmarks/results",

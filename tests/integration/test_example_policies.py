@@ -184,6 +184,10 @@ def test_an_episode_in_the_middle_begins_without_memory() -> None:
     later = network.forward(weights, observations[:, 4:], never, zeros)
     assert np.allclose(logits[:, 4:], later[0], atol=1e-7)
     assert np.allclose(values[:, 4:], later[1], atol=1e-7)
+    # A state that an ended episode left does not matter, if the first time begins another.
+    begins = mx.array([[True, False, False]] * 2)
+    again = network.forward(weights, observations[:, 4:], begins, states)
+    assert np.allclose(again[0], later[0], atol=1e-7)
     earlier = network.forward(weights, observations[:, :4], starts[:, :4], zeros)
     assert not np.allclose(values[:, :4], earlier[1], atol=1e-3)
 
