@@ -24,6 +24,7 @@ from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.engine.residency import ModelEntry
 from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.generation.model import GENERATION_TRAITS
+from mlx_parallm.nets.model import NET_TRAITS
 from mlx_parallm.pooling.adapters import EncoderAdapterSet
 from mlx_parallm.pooling.model import POOLING_TRAITS
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError
@@ -178,7 +179,10 @@ def test_adapters_without_a_model_are_of_the_first_that_takes_some(tmp_path: Pat
 
 
 def test_models_that_take_no_adapters_say_so(tmp_path: Path) -> None:
-    names = names_of(Served(sum=SUM), tmp_path)
+    net = cast("ServedModel", SimpleNamespace(traits=NET_TRAITS))
+    names = names_of(Served(sum=SUM, net=net), tmp_path)
+    with pytest.raises(InvalidRequestError, match="net is a net: nets take whole weights"):
+        names.adapted("net")
     with pytest.raises(InvalidRequestError, match="sum takes no adapters") as refusal:
         names.adapted("sum")
     assert refusal.value.param == "model"
@@ -190,7 +194,8 @@ def test_models_that_take_no_adapters_say_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("traits", "takes"), [(GENERATION_TRAITS, True), (POOLING_TRAITS, True), (SUM.traits, False)]
+    ("traits", "takes"),
+    [(GENERATION_TRAITS, True), (POOLING_TRAITS, True), (NET_TRAITS, False), (SUM.traits, False)],
 )
 def test_kinds_say_whether_they_take_adapters(traits: KindTraits, takes: bool) -> None:
     assert traits.takes_adapters is takes
