@@ -19,7 +19,7 @@ from mlx_parallm import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from mlx_parallm.client import MezoClient, RLClient, SyncRLClient
+from mlx_parallm.client import Actions, MezoClient, NetsClient, Prediction, RLClient, SyncRLClient
 from mlx_parallm.offline.beams import BeamSearchOutput, BeamSearchSequence
 from mlx_parallm.offline.completions import CompletionOutput, RequestOutput
 
@@ -27,7 +27,7 @@ TARGET = Path(__file__).resolve().parent.parent / "docs" / "python.md"
 CLASSES: tuple[type, ...] = (
     *(LLM, SamplingParams, StructuredOutputsParams, RequestOutput, CompletionOutput),
     *(BeamParams, BeamSearchParams, BeamSearchOutput, BeamSearchSequence),
-    *(RLClient, MezoClient, SyncRLClient),
+    *(RLClient, MezoClient, NetsClient, Actions, Prediction, SyncRLClient),
 )
 # SECTION: those called Example are left out, because the guides have examples that are run.
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Example|Yields):")
@@ -62,13 +62,14 @@ def class_lines(kind: type) -> Iterator[str]:
     yield from documented.text
     if dataclasses.is_dataclass(kind):
         yield from field_table(kind, documented.items("Attributes"))
-    elif kind is not MezoClient:
+    elif kind not in (MezoClient, NetsClient):
         init = kind.__init__
         yield from call_lines(kind.__name__, init, Docstring(inspect.getdoc(init) or ""))
         yield from bullets(documented.items("Attributes"))
     if kind is SyncRLClient:
-        yield f"Its methods are those of [{RLClient.__name__}](#rlclient) and, in `mezo`,"
-        yield f"those of [{MezoClient.__name__}](#mezoclient), without `await`.\n"
+        yield f"Its methods are those of [{RLClient.__name__}](#rlclient)"
+        yield f"and, in `mezo` and `nets`, those of [{MezoClient.__name__}](#mezoclient) and of"
+        yield f"[{NetsClient.__name__}](#netsclient), without `await`.\n"
         return
     for name, member in vars(kind).items():
         if name.startswith("_"):

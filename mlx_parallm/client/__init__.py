@@ -9,6 +9,7 @@ from mlx_parallm.client.errors import (
     UnexpectedAnswerError,
 )
 from mlx_parallm.client.mezo import MezoClient
+from mlx_parallm.client.nets import Actions, NetsClient, Prediction
 from mlx_parallm.client.results import (
     AdapterInfo,
     Group,
@@ -19,7 +20,7 @@ from mlx_parallm.client.results import (
     VersionSpan,
 )
 from mlx_parallm.client.rl import RLClient
-from mlx_parallm.client.sync import SyncMezoClient, SyncRLClient
+from mlx_parallm.client.sync import SyncMezoClient, SyncNetsClient, SyncRLClient
 from mlx_parallm.client.tensors import encode_safetensors
 from mlx_parallm.client.training import (
     Checkpoint,
@@ -31,13 +32,16 @@ from mlx_parallm.client.training import (
 )
 
 __all__ = [
+    "Actions",
     "AdapterInfo",
     "Checkpoint",
     "ClientError",
     "Evaluation",
     "Group",
     "MezoClient",
+    "NetsClient",
     "PerturbedAdapter",
+    "Prediction",
     "Prompt",
     "RLClient",
     "RequestFailedError",
@@ -46,6 +50,7 @@ __all__ = [
     "Score",
     "ServerUnreachableError",
     "SyncMezoClient",
+    "SyncNetsClient",
     "SyncRLClient",
     "TrainingSession",
     "TrainingStep",

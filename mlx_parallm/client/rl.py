@@ -14,6 +14,7 @@ from urllib.parse import quote
 from mlx_parallm.client.errors import RequestFailedError, ServerUnreachableError, failure_in
 from mlx_parallm.client.images import ImageInput, image_urls, with_image_urls
 from mlx_parallm.client.mezo import MezoClient
+from mlx_parallm.client.nets import NetsClient
 from mlx_parallm.client.results import (
     AdapterInfo,
     Prompt,
@@ -127,6 +128,7 @@ class RLClient:
 
     Attributes:
         mezo: the server's training sessions.
+        nets: the server's nets and policies.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class RLClient:
         """
         self._transport = Transport(base_url, api_key, timeout_s)
         self.mezo = MezoClient(self._transport)
+        self.nets = NetsClient(self._transport)
 
     async def __aenter__(self) -> Self:
         return self

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from mlx_parallm.client.mezo import MezoClient
+from mlx_parallm.client.nets import NetsClient
 from mlx_parallm.client.rl import RLClient
 
 C = TypeVar("C")
@@ -164,6 +165,13 @@ class SyncMezoClient(_Blocking[MezoClient]):
     save_adapter = _blocking(MezoClient.save_adapter)
 
 
+class SyncNetsClient(_Blocking[NetsClient]):
+    """The nets of a server: ``SyncRLClient.nets``, with ``NetsClient``'s methods."""
+
+    act = _blocking(NetsClient.act)
+    predict = _blocking(NetsClient.predict)
+
+
 class SyncRLClient(_Blocking[RLClient]):
     """``RLClient`` for programs without an event loop, such as scripts and notebooks.
 
@@ -177,6 +185,7 @@ class SyncRLClient(_Blocking[RLClient]):
 
     Attributes:
         mezo: the server's training sessions.
+        nets: the server's nets and policies.
     """
 
     def __init__(
@@ -186,6 +195,7 @@ class SyncRLClient(_Blocking[RLClient]):
         client = RLClient(base_url, api_key=api_key, timeout_s=timeout_s)
         super().__init__(client, _LoopThread())
         self.mezo = SyncMezoClient(client.mezo, self.thread)
+        self.nets = SyncNetsClient(client.nets, self.thread)
 
     def __enter__(self) -> Self:
         return self

@@ -15,6 +15,7 @@ from safetensors.numpy import load, save
 
 from mlx_parallm.adapters.safetensors import read_file, write_file
 from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.client import RequestFailedError, SyncRLClient
 from tests.nets import json_numpy, write_bfloat16, write_image
 from tests.server_process import ServerProcess
 
@@ -245,6 +246,37 @@ def test_bfloat16_survives_files(client: httpx2.Client) -> None:
     # JSON has no infinite numbers.
     body = {"model": "half", "inputs": {"x": [[1.0, 2.0, float("inf"), float("nan")]]}}
     assert post(client, PREDICT, body)["outputs"] == {"y": [[None] * 4]}
+
+
+def test_the_client_acts_and_predicts(client: httpx2.Client, server: ServerProcess) -> None:
+    body = {"model": "recurrent", "deterministic": True, "observations": TIMED.tolist()}
+    whole = post(client, ACT, {**body, "return": ["log_probs", "dist"]})
+    state: Any = None
+    with SyncRLClient(server.url, api_key="one") as connected:
+        for time in range(4):
+            acted = connected.nets.act(
+                {"obs": TIMED[:, time]}, model="recurrent", deterministic=True, hidden_states=state
+            )
+            assert acted.actions.tolist() == [row[time] for row in whole["actions"]]
+            state = acted.new_hidden_states
+        acted = connected.nets.act(
+            OBS, model="ppo_mlp", returns=["dist"], action_mask=np.eye(4, dtype=bool)[:3]
+        )
+        assert np.asarray(acted.actions).tolist() == [0, 1, 2]
+        assert (acted.dist["logits"].shape, acted.log_probs) == ((3, 4), None)
+        predicted = connected.nets.predict({"obs": OBS}, model="ppo_mlp", outputs=["value"])
+        expected = post(client, PREDICT, {"model": "ppo_mlp", "inputs": {"obs": OBS.tolist()}})
+        assert predicted.outputs.keys() == {"value"}
+        assert predicted.outputs["value"].tolist() == expected["outputs"]["value"]
+        assert predicted.policy_version == expected["policy_version"]
+        kept = connected.nets.act(
+            {"obs": TIMED}, model="recurrent", sequence_id="c", sequence_start=True
+        )
+        assert kept.state_has_other_weights is False
+        assert not kept.new_hidden_states
+        with pytest.raises(RequestFailedError, match=r"observations\.obs") as refusal:
+            connected.nets.act(OBS[:, :2], model="ppo_mlp")
+        assert refusal.value.param == "observations"
 
 
 GOOD: dict[str, Any] = {"model": "ppo_mlp", "observations": OBS.tolist()}

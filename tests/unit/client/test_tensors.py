@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from mlx_parallm.adapters.arrays import to_mlx
 from mlx_parallm.adapters.safetensors import read_safetensors
-from mlx_parallm.client.tensors import encode_safetensors
+from mlx_parallm.client.tensors import decode_safetensors, encode_safetensors
 
 DTYPES = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?")
 
@@ -75,3 +75,25 @@ def test_neither_mlx_nor_the_server_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_files_are_decoded(dtype: str) -> None:
+    array = (np.arange(6).reshape(2, 3) % 2).astype(dtype)
+    tensors, metadata = decode_safetensors(encode_safetensors({"a": array}, {"k": "v"}))
+    assert metadata == {"k": "v"}
+    read = np.asarray(tensors["a"])
+    assert read.tolist() == array.tolist()
+    assert read.dtype == (np.float32 if dtype == "f2" else array.dtype)
+
+
+def test_bfloat16_is_decoded_exactly() -> None:
+    array = mx.array([[1.0, -2.5, mx.inf]]).astype(mx.bfloat16)
+    tensors, _ = decode_safetensors(encode_safetensors({"a": array}))
+    assert np.asarray(tensors["a"]).tolist() == array.tolist()
+
+
+def test_tensors_of_unknown_dtypes_are_refused() -> None:
+    raw = encode_safetensors({"a": np.zeros(2, np.uint8)}).replace(b'"U8"', b'"X8"')
+    with pytest.raises(ValueError, match="X8"):
+        decode_safetensors(raw)
