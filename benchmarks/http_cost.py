@@ -11,19 +11,18 @@ import argparse
 import contextlib
 import json
 import os
-import selectors
 import signal
-import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.checks import Check, conclude
 from benchmarks.measure import BenchmarkError
+from benchmarks.raw_clients import Clients, json_post
 from mlx_parallm.peers.child_process import COMMAND, ChildProcess
 
 HERE = Path(__file__).resolve().parent
@@ -32,8 +31,6 @@ MESSAGES = [{"role": "user", "content": "What is 17 + 25?"}]
 CLIENTS, STREAMS = 32, 128
 # SKIPPED: tokens of each stream before the measured ones, while streams begin.
 SKIPPED = 20
-EVENT = b"data: {"
-LAST_CHUNK = b"0\r\n\r\n"
 # TARGETS: largest ratios to the version before these costs were cut (benchmarks/results/http.md).
 TARGETS = {"embedding, base64": 0.6, "streamed token": 0.75}
 THREADS = ("loop", "process")
@@ -75,87 +72,9 @@ class Server:
         self._process.wait()
 
 
-class Clients:
-    """Connections that each send a request again once it is answered."""
-
-    def __init__(self, port: int, count: int, path: str, body: dict[str, Any]) -> None:
-        raw = json.dumps(body).encode()
-        self._request = (
-            b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-            b"Authorization: Bearer none\r\nUser-Agent: benchmark\r\nAccept: */*\r\n"
-            b"Content-Length: %d\r\n\r\n%s" % (path.encode(), len(raw), raw)
-        )
-        self._sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
-        self._received: dict[socket.socket, bytearray] = {}
-        self._selector = selectors.DefaultSelector()
-        for connection in self._sockets:
-            self._selector.register(connection, selectors.EVENT_READ)
-
-    def answers(self, count: int) -> None:
-        """Send so many requests, and wait for their answers."""
-        left_to_send = count - len(self._sockets)
-        for connection in self._sockets:
-            self._send(connection)
-        while count:
-            for connection in self._readable():
-                if not _is_whole(self._received[connection]):
-                    continue
-                count -= 1
-                if left_to_send > 0:
-                    left_to_send -= 1
-                    self._send(connection)
-
-    def events(self, num_skipped: int, on_skipped: Callable[[], None]) -> int:
-        """Stream one answer on each connection; return the number of events after the skipped."""
-        for connection in self._sockets:
-            self._send(connection)
-        count, counted, open_streams, has_skipped = 0, 0, len(self._sockets), False
-        while open_streams:
-            for connection in self._readable():
-                received = self._received[connection]
-                count += received.count(EVENT)
-                open_streams -= received.endswith(LAST_CHUNK)
-                # Too little for an event; the last chunk may have come in two pieces.
-                del received[: 1 - len(LAST_CHUNK)]
-            if not has_skipped and count >= num_skipped:
-                has_skipped, counted = True, count
-                on_skipped()
-        return count - counted
-
-    def _send(self, connection: socket.socket) -> None:
-        self._received[connection] = bytearray()
-        connection.sendall(self._request)
-
-    def _readable(self) -> Iterator[socket.socket]:
-        for key, _ in self._selector.select():
-            connection: Any = key.fileobj
-            data = connection.recv(1 << 20)
-            if not data:
-                raise BenchmarkError("the server closed a connection")
-            received = self._received[connection]
-            if not received and not data.startswith(b"HTTP/1.1 200") and b"HTTP/1.1" in data[:9]:
-                raise BenchmarkError(data[:500].decode(errors="replace"))
-            received += data
-            yield connection
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._selector.close()
-        for connection in self._sockets:
-            connection.close()
-
-
-def _is_whole(answer: bytearray) -> bool:
-    head, separator, content = answer.partition(b"\r\n\r\n")
-    if not separator:
-        return False
-    length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
-    return len(content) >= int(length)
-
-
 def request_us(server: Server, path: str, body: dict[str, Any], count: int) -> dict[str, float]:
     """Return the processor time of one of ``count`` requests, in µs."""
-    clients = Clients(server.port, CLIENTS, path, body)
+    clients = Clients(server.port, CLIENTS, json_post(path, body))
     with contextlib.closing(clients):
         clients.answers(2 * CLIENTS)
         before = server.seconds()
@@ -167,7 +86,7 @@ def request_us(server: Server, path: str, body: dict[str, Any], count: int) -> d
 def token_us(server: Server, num_tokens: int) -> dict[str, float]:
     """Return the processor time of one of the streamed tokens, in µs."""
     body = chat_body(SKIPPED + num_tokens) | {"stream": True}
-    clients = Clients(server.port, STREAMS, "/v1/chat/completions", body)
+    clients = Clients(server.port, STREAMS, json_post("/v1/chat/completions", body))
     before: dict[str, float] = {}
     with contextlib.closing(clients):
         count = clients.events(STREAMS * SKIPPED, lambda: before.update(server.seconds()))
