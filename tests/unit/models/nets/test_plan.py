@@ -10,12 +10,20 @@ from typing import Any
 
 import pytest
 
+from mlx_parallm.models.nets.dense import Conv2d, MaxPool2d, Window
 from mlx_parallm.models.nets.plan import (
     MAX_CONFIG_BYTES,
     MAX_LAYERS,
     is_net,
     parse_net,
     read_net,
+)
+from mlx_parallm.models.nets.pointwise import (
+    Activation,
+    BatchNorm,
+    LayerNorm,
+    Normalize,
+    Scale,
 )
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.nets import Distribution, TensorSpec
@@ -220,6 +228,8 @@ def test_whole_numbers_have_the_limit_of_their_tables() -> None:
     content["layers"].append({"name": "1", "type": "one_hot", "inputs": ["x"], "num_classes": 5})
     content["outputs"] = [{"name": "0", "shape": [-1, 3, 2]}, {"name": "1", "shape": [-1, 3, 5]}]
     assert parse_net(content).signature.inputs[0].num_choices == 5
+    content["layers"].reverse()
+    assert parse_net(content).signature.inputs[0].num_choices == 5
     # Each slice has choices of its own.
     content["layers"] = [
         {"name": "first", "type": "slice", "inputs": ["x"], "stop": 1},
@@ -227,6 +237,43 @@ def test_whole_numbers_have_the_limit_of_their_tables() -> None:
     ]
     content["outputs"] = [{"name": "1", "shape": [-1, 1, 5]}]
     assert parse_net(content).signature.inputs[0].num_choices is None
+
+
+def test_defaults_are_those_of_torch() -> None:
+    kinds: list[dict[str, Any]] = [
+        {"type": "conv2d", "in_channels": 1, "out_channels": 1, "kernel_size": 3},
+        {"type": "max_pool2d", "kernel_size": [2, 3]},
+        {"type": "layer_norm", "normalized_shape": 2},
+        {"type": "batch_norm", "num_features": 1},
+        {"type": "elu"},
+        {"type": "leaky_relu"},
+        {"type": "gelu"},
+        {"type": "normalize", "shape": [1, 3, 2]},
+        {"type": "scale", "factor": 2},
+    ]
+    content = net([-1, 1, 8, 8], "float32", *kinds)
+    content["outputs"][0]["shape"] = [-1, 1, 3, 2]
+    conv, pool, layer_norm, batch_norm, elu, leaky, gelu, normalize, scale = parse_net(
+        content
+    ).layers
+    assert isinstance(conv, Conv2d)
+    assert conv.window == Window(size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1))
+    assert (conv.groups, conv.has_bias) == (1, True)
+    assert isinstance(pool, MaxPool2d)
+    assert pool.window == Window(size=(2, 3), stride=(2, 3), padding=(0, 0))
+    assert isinstance(layer_norm, LayerNorm)
+    assert (layer_norm.eps, layer_norm.has_weight, layer_norm.has_bias) == (1e-5, True, True)
+    assert isinstance(batch_norm, BatchNorm)
+    assert (batch_norm.eps, batch_norm.has_weight, batch_norm.has_bias) == (1e-5, True, True)
+    assert isinstance(elu, Activation)
+    assert isinstance(leaky, Activation)
+    assert (elu.slope, leaky.slope) == (1.0, 0.01)
+    assert isinstance(gelu, Activation)
+    assert not gelu.by_tanh
+    assert isinstance(normalize, Normalize)
+    assert (normalize.epsilon, normalize.clip) == (1e-8, None)
+    assert isinstance(scale, Scale)
+    assert scale.offset == 0
 
 
 def test_a_quantised_linear_has_packed_weights() -> None:
@@ -291,6 +338,10 @@ def test_a_quantised_linear_has_packed_weights() -> None:
         (changed("outputs", 1, "shape", to=[-1, 3]), "its layer makes [-1, 2]"),
         (changed("outputs", 1, "shape", to=[-1, -1, 2]), "its layer makes [-1, 2]"),
         (changed("outputs", 1, "dtype", to="int64"), "its layer makes floating point numbers"),
+        (
+            changed("outputs", to=[POLICY["outputs"][0], POLICY["outputs"][0]]),
+            "output 1 ('mean'): an output before it has its name",
+        ),
         (changed("allow_non_finite", to="yes"), "allow_non_finite must be true or false"),
         (changed("policy", to="gaussian"), "policy must be an object"),
         (changed("policy", "distribution", to="cauchy"), "distribution must be one of"),
