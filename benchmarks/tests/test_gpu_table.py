@@ -38,12 +38,21 @@ def bench():
     return Bench(Sizes.tiny())
 
 
-def marked(row):
-    # Servers of many clients, which "server-128-one-process" has too.
-    return pytest.param(row, marks=[pytest.mark.slow] * row.name.startswith("server-256"))
+# MORE: rows that others measure with other sizes.
+MORE = {
+    *("server-256", "server-256-two-engines", "decode-8B-bf16-1", "decode-8B-bf16-8"),
+    *("decode-8B-bf16-128", "floor-8B-64x4096", "prefill-8B-bf16-64x100"),
+    *("decode-8B-4-bit-1", "decode-8B-8-bit-1"),
+}
 
 
-@pytest.mark.parametrize("row", [marked(row) for row in INSIDE], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=[pytest.mark.slow] * (row.name in MORE), id=row.name)
+        for row in INSIDE
+    ],
+)
 def test_every_row_measures_what_it_has_targets_for(bench, row):
     outcome = row.measure(bench)
     assert set(outcome.values) == {target.what for target in row.targets}

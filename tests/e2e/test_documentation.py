@@ -57,7 +57,17 @@ def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProc
     server.stop()
 
 
-@pytest.mark.parametrize("page", pages_with_code())
+# LONG pages: blocks start engines of their own, or wait for a batch.
+LONG = ("docs/scaling.md", "docs/batch-api.md")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow) if page in LONG else page
+        for page in pages_with_code()
+    ],
+)
 def test_every_block_of_a_page_runs_or_says_why_not(
     page: str, demo_server: ServerProcess, tmp_path: Path
 ) -> None:

@@ -28,7 +28,17 @@ PACKED = ("deepseek_v2", "qwen3_next", "falcon_h1")
 MOST = 60.0
 
 
-@pytest.mark.parametrize("architecture", ATTENDING + PACKED)
+# MANY_LAYERS take longest to build.
+MANY_LAYERS = ("falcon_h1", "kimi_linear", "glm4_moe_lite")
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in MANY_LAYERS else name
+        for name in ATTENDING + PACKED
+    ],
+)
 def test_parts_of_chunks_equal_the_stock_model(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

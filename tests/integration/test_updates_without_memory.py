@@ -183,8 +183,13 @@ MOMENTS = {
     "adapter_folder": [PutTensors, AddAdapter, StageAdapter],
     "adapter_by_name": [PutTensors, AddAdapter],
 }
+#: CASES: late faults have more to take back; those of early ones are quick for weights only.
 CASES = [
-    pytest.param(form, op, is_late, id=f"{form}-{op.__name__}-{'late' if is_late else 'early'}")
+    pytest.param(
+        *(form, op, is_late),
+        id=f"{form}-{op.__name__}-{'late' if is_late else 'early'}",
+        marks=[pytest.mark.slow] * (not is_late and form.startswith(("upload", "adapter"))),
+    )
     for form, ops in MOMENTS.items()
     for op in ops
     for is_late in (False, True)
