@@ -188,5 +188,8 @@ def infer_schema() -> dict[str, Any]:
         name = value.get("$ref", "").rpartition("/")[2]
         return {key: inlined(each) for key, each in (parts.get(name) or value).items()}
 
-    content = {JSON: {"schema": inlined(schema)}, BINARY: {"schema": {"type": "string"}}}
+    content = {
+        JSON: {"schema": inlined(schema)},
+        BINARY: {"schema": {"type": "string", "format": "binary"}},
+    }
     return {"requestBody": {"required": True, "content": content}}
