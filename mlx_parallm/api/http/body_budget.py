@@ -107,7 +107,11 @@ def _is_paced(scope: Scope) -> bool:
 
     Tensors are not read on the event loop, and the server's own requests are here already.
     """
-    return INTERNAL_CALLER not in scope and facts_of(scope).body_limit.kept is not Kept.UPLOAD
+    limit = facts_of(scope).body_limit
+    if INTERNAL_CALLER in scope or limit.kept is Kept.UPLOAD:
+        return False
+    kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
+    return kind not in limit.unpaced_types
 
 
 def _max_size(scope: Scope, limit: BodyLimit, config: ServerConfig) -> int:

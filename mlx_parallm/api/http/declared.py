@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from starlette.types import Scope
@@ -52,12 +52,14 @@ class BodyLimit:
         hint: appended to the message of a refusal.
         size_with_images: the same as ``size`` where a served model takes images; None if that
             makes no difference.
+        unpaced_types: content types of which a body takes the event loop no time, however long.
     """
 
     size: Callable[[ServerConfig], int]
     kept: Kept = Kept.REQUEST
     hint: str = ""
     size_with_images: Callable[[ServerConfig], int] | None = None
+    unpaced_types: frozenset[str] = frozenset()
 
 
 SMALL = BodyLimit(lambda _: SMALL_BODY_BYTES)
@@ -65,6 +67,8 @@ INPUT = BodyLimit(
     lambda config: config.max_body_bytes,
     size_with_images=lambda config: max(config.max_body_bytes, config.max_picture_body_bytes),
 )
+#: Tensors of nets: those of a safetensors file are its bytes.
+TENSORS = replace(INPUT, unpaced_types=frozenset({"application/x-safetensors"}))
 TOKENIZE_HINT = " See --max-body-bytes."
 TOKENIZE = BodyLimit(lambda config: config.max_tokenize_bytes, hint=TOKENIZE_HINT)
 #: Conversations of which tokens are counted; their texts have the limit of ``TOKENIZE``.

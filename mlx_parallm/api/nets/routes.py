@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from mlx_parallm.api.http.auth import caller_of
-from mlx_parallm.api.http.declared import INPUT
+from mlx_parallm.api.http.declared import TENSORS
 from mlx_parallm.api.http.dependencies import get_requests
 from mlx_parallm.api.http.json_body import tell_ignored
 from mlx_parallm.api.http.offload import in_thread, on_body
@@ -52,7 +52,7 @@ _FILE: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 #: ``FILES``: the other form of answers, in the API's document.
 FILES: dict[int | str, dict[str, Any]] = {200: {"content": {FILE_TYPE: _FILE}}}
 
-routes = Routes(GROUP, body_limit=INPUT, in_any_process=True)
+routes = Routes(GROUP, body_limit=TENSORS, in_any_process=True)
 
 
 @dataclass(frozen=True, slots=True)

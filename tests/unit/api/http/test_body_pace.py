@@ -107,11 +107,18 @@ async def test_the_others_run_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("path", "is_held_back"),
-    [("/v1/chat/completions", True), ("/v1/update_adapter_weights", False), ("/v1/files", False)],
+    ("path", "kind", "is_held_back"),
+    [
+        ("/v1/chat/completions", "application/json", True),
+        ("/v1/chat/completions", "application/x-safetensors", True),
+        ("/v1/update_adapter_weights", "application/json", False),
+        ("/v1/files", "", False),
+        ("/v1/rl/act", "application/json", True),
+        ("/v1/rl/act", "Application/X-Safetensors; a=b", False),
+    ],
 )
 async def test_every_piece_of_a_json_body_is_held_back_beside_another_client(
-    monkeypatch: pytest.MonkeyPatch, path: str, is_held_back: bool
+    monkeypatch: pytest.MonkeyPatch, path: str, kind: str, is_held_back: bool
 ) -> None:
     slept, ends = [], asyncio.Event()
 
@@ -129,7 +136,10 @@ async def test_every_piece_of_a_json_body_is_held_back_beside_another_client(
             piece = pieces.pop(0)
             return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
 
-        headers = [(b"authorization", f"Bearer {key}".encode())]
+        headers = [
+            (b"authorization", f"Bearer {key}".encode()),
+            (b"content-type", kind.encode()),
+        ]
         await middleware(scope_of(path, headers=headers), receive, send)
 
     async def send(_: Message) -> None: ...
