@@ -58,7 +58,8 @@ INTEGERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint3
 _PART_BYTES = 1 << 20
 _MAX_FIELD_BYTES = 256
 _TYPE_FIELD = re.compile(rb'"model_type"\s*:\s*"mlx_parallm_net"')
-_LAYERS: Mapping[str, type[Layer]] = {
+#: ``LAYER_TYPES``: the families of layers by their types in ``config.json``.
+LAYER_TYPES: Mapping[str, type[Layer]] = {
     **{function.value: Activation for function in Function},
     "linear": Linear,
     "conv2d": Conv2d,
@@ -263,9 +264,9 @@ def _layers(objects: list[Fields], forms: dict[str, TensorForm]) -> tuple[Layer,
 
 def _layer(name: str, fields: Fields) -> Layer:
     kind = fields.kind = fields.text("type")
-    family = _LAYERS.get(kind)
+    family = LAYER_TYPES.get(kind)
     if family is None:
-        fields.refuse(f"type {kind!r} is not known; known are {', '.join(_LAYERS)}")
+        fields.refuse(f"type {kind!r} is not known; known are {', '.join(LAYER_TYPES)}")
     inputs = () if kind == _WITHOUT_INPUTS and not fields.has("inputs") else fields.texts("inputs")
     if not inputs and kind != _WITHOUT_INPUTS:
         fields.refuse("inputs is empty")

@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlx_parallm.models.nets.dense import Conv2d, MaxPool2d, Window
+from mlx_parallm.models.nets.layer import MAX_RANK, MAX_ROW_SIZE
 from mlx_parallm.models.nets.plan import (
+    LAYER_TYPES,
     MAX_CONFIG_BYTES,
     MAX_LAYERS,
+    MAX_TENSORS,
     is_net,
     parse_net,
     read_net,
@@ -558,3 +562,13 @@ def test_weights_must_fit() -> None:
         "the weight 'pi.0.weight' is missing",
     ]
     assert plan.weight_fault({"head.bias": ((2,), "float32")}, is_whole=False) is None
+
+
+def test_the_page_lists_all_layers_and_limits() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "nets.md").read_text(encoding="utf-8")
+    table = page.partition("| `type` |")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines()[2:]]
+    assert set(re.findall(r"`(\w+)`", " ".join(cells))) == set(LAYER_TYPES)
+    for limit in (MAX_LAYERS, MAX_TENSORS, MAX_ROW_SIZE, MAX_RANK):
+        assert f"{limit:,}" in page
+    assert f"{MAX_CONFIG_BYTES >> 20} MiB" in page
