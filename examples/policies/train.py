@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-
-import httpx2
 
 from examples.policies.cartpole import Carts
 from examples.policies.networks import Memory, Network, Perceptron, save
 from examples.policies.ppo import Settings, Trainer, train
 from examples.policies.rollouts import WrongVersionError, evaluate
-from examples.policies.served import RefusedError, ServedPolicy
+from examples.policies.served import ServedPolicy
+from mlx_parallm.client import ClientError, SyncRLClient
 
 # SETTINGS: the gradients of an LSTM by time bear a higher rate.
 SETTINGS = {
@@ -71,7 +69,9 @@ def main(options: argparse.Namespace) -> None:
         return
     began_s = time.monotonic()
     model = options.model or f"demo:{options.task}"
-    with closing(ServedPolicy(options.url, model, options.api_key)) as policy:
+    with SyncRLClient(options.url, api_key=options.api_key) as client:
+        client.wait_until_ready()
+        policy = ServedPolicy(client, model)
         carts = Carts(settings.carts, options.seed, shows_velocities=not network.state_shapes)
         for update in train(policy, trainer, carts, settings, options.seed):
             if update.number % options.report_every == 0 or update.number == settings.updates:
@@ -89,5 +89,5 @@ def main(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     try:
         main(parse_arguments())
-    except (RefusedError, WrongVersionError, httpx2.TransportError) as error:
+    except (ClientError, WrongVersionError) as error:
         sys.exit(str(error))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,8 @@ from examples.policies.cartpole import Carts
 from examples.policies.networks import Memory, Network, Perceptron
 from examples.policies.ppo import Settings, Trainer, train
 from examples.policies.rollouts import Player, WrongVersionError, evaluate
-from examples.policies.served import RefusedError, ServedPolicy, packed, unpacked
+from examples.policies.served import ServedPolicy
+from mlx_parallm.client import RequestFailedError, SyncRLClient
 from mlx_parallm.models.nets.plan import read_net
 from tests.server_process import ServerProcess
 
@@ -30,64 +30,67 @@ def server() -> Iterator[ServerProcess]:
     process.stop()
 
 
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[SyncRLClient]:
+    with SyncRLClient(server.url) as client:
+        yield client
+
+
 @pytest.mark.slow
-def test_the_policies_of_the_package_balance_over_http(server: ServerProcess) -> None:
+def test_the_policies_of_the_package_balance_over_http(client: SyncRLClient) -> None:
     for name, network in TASKS.items():
         carts = [Carts(32, 10**6, shows_velocities=not network.state_shapes) for _ in range(2)]
         zeros = Trainer(network, SETTINGS, 0).zeros(32)
-        with closing(ServedPolicy(server.url, name)) as policy:
-            assert evaluate(policy, carts[0], zeros) >= 475
-            if network.state_shapes:
-                assert evaluate(policy, carts[1], zeros, keeps_states=False) <= 200
+        policy = ServedPolicy(client, name)
+        assert evaluate(policy, carts[0], zeros) >= 475
+        if network.state_shapes:
+            assert evaluate(policy, carts[1], zeros, keeps_states=False) <= 200
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_new_weights_act_after_each_update(server: ServerProcess, name: str) -> None:
+def test_new_weights_act_after_each_update(client: SyncRLClient, name: str) -> None:
     network = TASKS[name]
     trainer = Trainer(network, SETTINGS, 1)
     carts = new_carts(network)
-    with closing(ServedPolicy(server.url, name)) as policy:
-        updates = list(train(policy, trainer, carts, SETTINGS, 1))
-        assert carts.returns
-        assert max(update.mismatch for update in updates) < 1e-5
-        zeros = trainer.zeros(8)
-        answer = policy.act(carts.observations, zeros, np.ones(8, bool))
-        assert answer.version == "ppo-2"
-        again = policy.act(carts.observations, zeros, np.ones(8, bool))
-        assert (answer.log_probs == again.log_probs).all()
+    policy = ServedPolicy(client, name)
+    updates = list(train(policy, trainer, carts, SETTINGS, 1))
+    assert carts.returns
+    assert max(update.mismatch for update in updates) < 1e-5
+    zeros = trainer.zeros(8)
+    answer = policy.act(carts.observations, zeros, np.ones(8, bool))
+    assert answer.version == "ppo-2"
+    again = policy.act(carts.observations, zeros, np.ones(8, bool))
+    assert (answer.log_probs == again.log_probs).all()
 
 
 def new_carts(network: Network) -> Carts:
     return Carts(8, 1, shows_velocities=not network.state_shapes)
 
 
-def test_seeds_decide_the_actions(server: ServerProcess) -> None:
+def test_seeds_decide_the_actions(client: SyncRLClient) -> None:
     carts = Carts(64, 0)
     trainer = Trainer(TASKS["demo:cartpole"], SETTINGS, 0)
-    with closing(ServedPolicy(server.url, "demo:cartpole")) as policy:
-        policy.upload(trainer.arrays(), "even")
-        starts = np.ones(64, bool)
-        first, same, other = (
-            policy.act(carts.observations, {}, starts, seed=seed).actions for seed in (7, 7, 8)
-        )
+    policy = ServedPolicy(client, "demo:cartpole")
+    policy.upload(trainer.arrays(), "even")
+    starts = np.ones(64, bool)
+    first, same, other = (
+        policy.act(carts.observations, {}, starts, seed=seed).actions for seed in (7, 7, 8)
+    )
     assert (first == same).all()
     assert (first != other).any()
     assert 0 < first.sum() < 64
 
 
-def test_another_trainer_in_between_is_noticed(server: ServerProcess) -> None:
+def test_another_trainer_in_between_is_noticed(client: SyncRLClient) -> None:
     trainer = Trainer(TASKS["demo:cartpole"], SETTINGS, 0)
-    with (
-        closing(ServedPolicy(server.url, "demo:cartpole")) as own,
-        closing(ServedPolicy(server.url, "demo:cartpole")) as other,
-    ):
-        own.upload(trainer.arrays(), "own")
-        other.upload(trainer.arrays(), "other")
-        player = Player(own, new_carts(TASKS["demo:cartpole"]), {}, 0)
-        with pytest.raises(WrongVersionError, match="'other' acted"):
-            player.play(1, "own", 0.9)
-        with pytest.raises(RefusedError, match="412"):
-            own.upload(trainer.arrays(), "own-2")
+    own, other = (ServedPolicy(client, "demo:cartpole") for _ in range(2))
+    own.upload(trainer.arrays(), "own")
+    other.upload(trainer.arrays(), "other")
+    player = Player(own, new_carts(TASKS["demo:cartpole"]), {}, 0)
+    with pytest.raises(WrongVersionError, match="'other' acted"):
+        player.play(1, "own", 0.9)
+    with pytest.raises(RequestFailedError, match="they are at 'other'"):
+        own.upload(trainer.arrays(), "own-2")
 
 
 @pytest.mark.parametrize(
@@ -96,16 +99,16 @@ def test_another_trainer_in_between_is_noticed(server: ServerProcess) -> None:
     ids=["shape", "nan", "unknown"],
 )
 def test_a_refused_upload_leaves_the_old_weights(
-    server: ServerProcess, name: str, value: np.ndarray
+    client: SyncRLClient, name: str, value: np.ndarray
 ) -> None:
     trainer = Trainer(TASKS["demo:cartpole"], SETTINGS, 0)
-    with closing(ServedPolicy(server.url, "demo:cartpole")) as policy:
-        policy.upload(trainer.arrays(), "good")
-        observations = Carts(4, 0).observations
-        before = policy.act(observations, {}, np.ones(4, bool))
-        with pytest.raises(RefusedError, match=r"400.*(bias|finite)"):
-            policy.upload({**trainer.arrays(), name: value.astype(np.float32)}, "bad")
-        after = policy.act(observations, {}, np.ones(4, bool))
+    policy = ServedPolicy(client, "demo:cartpole")
+    policy.upload(trainer.arrays(), "good")
+    observations = Carts(4, 0).observations
+    before = policy.act(observations, {}, np.ones(4, bool))
+    with pytest.raises(RequestFailedError, match=r"bias|finite"):
+        policy.upload({**trainer.arrays(), name: value.astype(np.float32)}, "bad")
+    after = policy.act(observations, {}, np.ones(4, bool))
     assert after.version == "good"
     assert (before.log_probs == after.log_probs).all()
 
@@ -130,11 +133,3 @@ def test_the_command_trains_reports_and_saves(
 def test_a_new_folder_needs_no_server(tmp_path: Path, task: str) -> None:
     command.main(command.parse_arguments(["--task", task, "--new", str(tmp_path)]))
     assert read_net(tmp_path).signature.has_time == (task == "memory")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "int64", "bool"])
-def test_arrays_travel_whole(dtype: str) -> None:
-    array = np.arange(6).reshape(2, 3).T.astype(dtype)
-    again = unpacked(packed(array))
-    assert again.dtype == array.dtype
-    assert (again == array).all()
