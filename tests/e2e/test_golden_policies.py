@@ -20,15 +20,20 @@ SCORES = {"log_probs": "log_probs", "entropy": "entropy", "value_estimates": "va
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folders = [str(folder_of(name, tmp_path_factory)) for name in NAMES]
     process = ServerProcess("--model", *folders)
     try:
         process.wait_until_ready()
-        with httpx2.Client(base_url=process.url, timeout=60) as connected:
-            yield connected
+        yield process
     finally:
         process.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=server.url, timeout=60) as connected:
+        yield connected
 
 
 def folder_of(name: str, factory: pytest.TempPathFactory) -> Path:

@@ -27,6 +27,8 @@ OWN_READING = {
     "/update_weights",
     "/update_weights_from_tensor",
     "/v1/files",
+    "/v1/rl/act",
+    "/v2/models/{name}/infer",
 }
 ASKED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HI},

@@ -57,9 +57,13 @@ def error(answer: httpx2.Response, status: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("nets")
-    policy, memory = write_policy(folder / "policy"), write_memory(folder / "memory")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_policy(tmp_path_factory.mktemp("policies") / "policy")
+
+
+@pytest.fixture(scope="module")
+def server(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    memory = write_memory(tmp_path_factory.mktemp("nets") / "memory")
     names = (f"{policy}=team/policy", f"{memory}=memory", f"{CHAT}=chat")
     process = ServerProcess(
         *("--model", str(CHAT), str(policy), str(memory), "--served-model-name", *names),
@@ -68,9 +72,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     )
     try:
         process.wait_until_ready()
-        yield Served(process, policy)
+        yield process
     finally:
         process.stop()
+
+
+@pytest.fixture(scope="module")
+def served(server: ServerProcess, policy: Path) -> Served:
+    return Served(server, policy)
 
 
 def obs(array: np.ndarray = OBS, name: str = "obs") -> dict[str, Any]:

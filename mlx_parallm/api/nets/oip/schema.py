@@ -32,45 +32,45 @@ Parameters = dict[str, Any]
 class ServerMetadata(BaseModel):
     """Facts about the server."""
 
-    name: str
-    version: str
+    name: str = Field(description="mlx_parallm.")
+    version: str = Field(description="The server's version.")
     extensions: list[str] = Field(description="Extensions of the protocol, by Triton's names.")
 
 
 class ServerLive(BaseModel):
     """The liveness of the server."""
 
-    live: bool
+    live: bool = Field(description="True; else the status is 503.")
 
 
 class ServerReady(BaseModel):
     """The readiness of the server."""
 
-    ready: bool
+    ready: bool = Field(description="True if it answers requests.")
 
 
 class ModelReady(ServerReady):
     """The readiness of a net."""
 
-    name: str
+    name: str = Field(description="The net, as the path names it.")
 
 
 class TensorMetadata(BaseModel):
     """A tensor of a net."""
 
-    name: str
-    datatype: str
+    name: str = Field(description="By which requests and answers know it.")
+    datatype: str = Field(description="FP32, INT64, … of Open Inference Protocol.")
     shape: list[int] = Field(description="-1 is a size that each request chooses.")
 
 
 class ModelMetadata(BaseModel):
     """The signature of a net."""
 
-    name: str
+    name: str = Field(description="The net, as the path names it.")
     versions: list[str] = Field(description='Always "1": weights change without a new version.')
-    platform: str
-    inputs: list[TensorMetadata]
-    outputs: list[TensorMetadata]
+    platform: str = Field(description="mlx_parallm_net.")
+    inputs: list[TensorMetadata] = Field(description="The tensors that it reads.")
+    outputs: list[TensorMetadata] = Field(description="The tensors that it returns.")
 
 
 class TensorParameters(OpenForm):
@@ -151,9 +151,9 @@ class InferRequest(NullIsAbsent):
 class OutputTensor(BaseModel):
     """An output tensor."""
 
-    name: str
-    datatype: str
-    shape: list[int]
+    name: str = Field(description="Its name in the net's signature.")
+    datatype: str = Field(description="FP32, INT64, … as the signature has it.")
+    shape: list[int] = Field(description="Its sizes, the rows first.")
     data: list[Any] | None = Field(None, description="Its numbers in the order of rows, flat.")
     parameters: Parameters | None = Field(
         None, description="`binary_data_size`: its bytes behind the JSON object."
@@ -165,14 +165,14 @@ class InferResponse(BaseModel):
 
     model_config = ConfigDict(protected_namespaces=())
 
-    model_name: str
-    model_version: str
-    id: str | None = None
+    model_name: str = Field(description="The net, as the path names it.")
+    model_version: str = Field(description='Always "1".')
+    id: str | None = Field(None, description="The request's.")
     parameters: Parameters = Field(
         description="`policy_version`, the label of the weights, and for a sequence "
         "`state_has_other_weights`, true if others computed some of its state."
     )
-    outputs: list[OutputTensor]
+    outputs: list[OutputTensor] = Field(description="Those that the request names, or all.")
 
 
 def infer_schema() -> dict[str, Any]:
