@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 @pytest.fixture(scope="module")
 def client(server: ServerProcess) -> Iterator[httpx2.Client]:
     headers = {"authorization": "Bearer one"}
-    with httpx2.Client(base_url=server.url, headers=headers, timeout=60) as connected:
+    with httpx2.Client(base_url=server.url, headers=headers) as connected:
         yield connected
 
 
