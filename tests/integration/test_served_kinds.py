@@ -348,7 +348,7 @@ async def test_weights_change_or_that_is_refused(
 class Collected:
     """Collects the events of a request on the engine thread."""
 
-    num_samples, is_overfull = 0, False
+    num_samples, is_overfull, has_one_event = 0, False, False
 
     def __init__(self, request: Any) -> None:
         self.request = request
