@@ -20,18 +20,16 @@ BatchKey = tuple[int | None, bool]
 
 def key_of(signature: NetSignature, request: NetRequest) -> BatchKey:
     """Return which requests can be in a batch with this one."""
-    times = None
-    if signature.has_time:
-        spec = next(spec for spec in signature.inputs if spec.has_time)
-        array = request.inputs[spec.name]
-        times = array.shape[1] if array.ndim == len(spec.shape) else 1
+    spec, times = signature.timed_input, None
+    if spec is not None:
+        times = request.inputs[spec.name].shape[1] if has_time(signature, request) else 1
     return times, request.act is not None
 
 
 def has_time(signature: NetSignature, request: NetRequest) -> bool:
     """Return True if a request's tensors have a dimension of time."""
-    specs = [spec for spec in signature.inputs if spec.has_time]
-    return bool(specs) and request.inputs[specs[0].name].ndim == len(specs[0].shape)
+    spec = signature.timed_input
+    return spec is not None and request.inputs[spec.name].ndim == len(spec.shape)
 
 
 def join(

@@ -198,6 +198,8 @@ class NetEngine(ServedEngine):
         key, num_rows = None, 0
         taken: set[tuple[str, str]] = set()
         for waiting in list(self._waiting.values()):
+            if num_rows >= MAX_ROWS:
+                break
             request, use = waiting.request, waiting.request.sequence
             own = key_of(self._signature, request)
             sequence = None if use is None else (use.owner, use.sequence_id)

@@ -113,9 +113,14 @@ class NetSignature:
     tile_rows: int | None = None
 
     @property
+    def timed_input(self) -> TensorSpec | None:
+        """The first input with a dimension of time; None if none has one."""
+        return next((spec for spec in self.inputs if spec.has_time), None)
+
+    @property
     def has_time(self) -> bool:
         """True if inputs have a dimension of time."""
-        return any(spec.has_time for spec in self.inputs)
+        return self.timed_input is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

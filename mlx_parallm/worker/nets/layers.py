@@ -233,10 +233,10 @@ def _add(layer: Add, parts: Arrays, arrays: Sequence[mx.array], _: int) -> mx.ar
 
 def _multiply(layer: Multiply, parts: Arrays, arrays: Sequence[mx.array], _: int) -> mx.array:
     del layer, parts
-    product, *others = arrays
+    result, *others = arrays
     for other in others:
-        product = product * other
-    return product
+        result = result * other
+    return result
 
 
 def _activation(layer: Activation, parts: Arrays, arrays: Sequence[mx.array], _: int) -> mx.array:

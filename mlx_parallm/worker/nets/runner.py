@@ -9,19 +9,19 @@ if the check finds the same bits then.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.models.nets.plan import NetPlan
-from mlx_parallm.types.nets import NetSignature, TensorSpec
+from mlx_parallm.types.nets import TensorSpec
 from mlx_parallm.worker.nets.distributions import act
 from mlx_parallm.worker.nets.layers import forward
 from mlx_parallm.worker.nets.products import ROW_TILE
 from mlx_parallm.worker.nets.weights import NetWeights
-from mlx_parallm.worker.ops import ActRows, NetBatch, NetOutputs
+from mlx_parallm.worker.ops import NetBatch, NetOutputs
 
 #: ``TILES``: rows of a tile, the most first.
 TILES = (ROW_TILE, 4, 2, 1)
@@ -59,7 +59,8 @@ class NetRunner:
         arrays = _arrays_of(batch)
         num_rows = len(next(iter(batch.inputs.values())))
         # Chunks of time have any length, and each would be traced.
-        is_chunk = self.signature.has_time and _times(self.signature, batch) > 1
+        timed = self.signature.timed_input
+        is_chunk = timed is not None and batch.inputs[timed.name].shape[1] > 1
         compute = self._compute if is_chunk else self._compiled
         parts = [
             self._part(compute, arrays, begin, min(begin + self._at_once, num_rows))
@@ -149,19 +150,9 @@ def _arrays_of(batch: NetBatch) -> dict[str, Any]:
     if batch.episode_start is not None:
         arrays["starts"] = batch.episode_start
     if batch.act is not None:
-        arrays["act"] = _fields(batch.act)
+        values = ((each.name, getattr(batch.act, each.name)) for each in fields(batch.act))
+        arrays["act"] = {name: value for name, value in values if value is not None}
     return arrays
-
-
-def _fields(act: ActRows) -> dict[str, np.ndarray]:
-    names = ("seeds", "is_deterministic", "action_mask", "actions", "is_judged")
-    fields = ((name, getattr(act, name)) for name in names)
-    return {name: value for name, value in fields if value is not None}
-
-
-def _times(signature: NetSignature, batch: NetBatch) -> int:
-    spec = next(spec for spec in signature.inputs if spec.has_time)
-    return batch.inputs[spec.name].shape[1]
 
 
 def _map(tree: Mapping[str, Any], change: Callable[[np.ndarray], Any]) -> dict[str, Any]:

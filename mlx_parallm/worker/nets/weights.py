@@ -154,7 +154,7 @@ class NetWeights:
 
 
 def _dtype_name(array: mx.array) -> str:
-    return str(array.dtype).rpartition(".")[2]
+    return str(array.dtype).removeprefix("mlx.core.")
 
 
 def _check_finite(arrays: Mapping[str, mx.array]) -> None:
