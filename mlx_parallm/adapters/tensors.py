@@ -7,6 +7,7 @@ MLX read and send them too.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -69,6 +70,12 @@ class HostTensor:
     def stored(self) -> tuple[memoryview, str]:
         """Return its bytes in memory order, and a name for that order."""
         return self.flat().view(np.uint8).data, "columns" if self.is_turned else "rows"
+
+    def checksum(self) -> str:
+        """Return the SHA-256 of its dtype, shape and numbers, in hex."""
+        total = hashlib.sha256(f"{self.dtype}{self.shape}\0".encode())
+        total.update(self.stored()[0])
+        return total.hexdigest()
 
     def is_finite(self) -> bool:
         """True if no number is infinite or NaN."""

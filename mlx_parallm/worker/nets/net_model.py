@@ -7,7 +7,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import WEIGHTS
 from mlx_parallm.worker.nets.runner import NetRunner
 from mlx_parallm.worker.nets.weights import NetWeights
@@ -23,6 +22,7 @@ from mlx_parallm.worker.ops import (
     Sleep,
     Wake,
 )
+from mlx_parallm.worker.weights.preparing import prepare
 from mlx_parallm.worker.worker import Tensors, WorkerModel
 
 
@@ -43,7 +43,7 @@ class DeviceNet(WorkerModel):
             case NetBatch():
                 return self._runner.run(op)
             case PrepareWeights():
-                return self._prepare(op, tensors)
+                return prepare(weights, op, tensors)
             case CommitWeights():
                 return weights.commit()
             case DropPrepared():
@@ -56,18 +56,6 @@ class DeviceNet(WorkerModel):
                 return tag == WEIGHTS and weights.fetch()
             case _:
                 raise AssertionError(f"nets do not know {op}")
-
-    def _prepare(self, op: PrepareWeights, tensors: Mapping[str, Tensors]) -> str | None:
-        """Prepare weights; return why they were refused, None if they were not."""
-        try:
-            if op.folder is not None:
-                self._weights.prepare_folder(op.folder)
-            else:
-                assert op.handle is not None, "an update has a folder or tensors"
-                self._weights.prepare_tensors(tensors[op.handle])
-        except InvalidRequestError as refusal:
-            return str(refusal)
-        return None
 
     @override
     def recover(self) -> None:

@@ -11,7 +11,7 @@ from typing_extensions import override
 from mlx_parallm.models.checkpoints.decoder_sizes import context_length, query_heads
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.models.seq2seq.interface import is_encoder_decoder
-from mlx_parallm.types.errors import ConfigError, InvalidRequestError
+from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.step import KVPlan
 from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.worker.attention.base import AttentionBackend
@@ -57,6 +57,7 @@ from mlx_parallm.worker.ops import (
 )
 from mlx_parallm.worker.training_ops import CloseTraining, ForgetTraining
 from mlx_parallm.worker.weights.loader import CastRule, LoadedModel, load_model
+from mlx_parallm.worker.weights.preparing import prepare
 from mlx_parallm.worker.worker import Device, Loader, Tensors, TrainingSessions, WorkerModel
 
 
@@ -256,7 +257,7 @@ class GeneratorModel(WorkerModel):
             case AddAdapter() | StageAdapter() | ReadAdapter() | DropAdapter():
                 return self._runner.adapters.begin(op, tensors)
             case PrepareWeights():
-                return Done(self._prepare(op, tensors))
+                return Done(prepare(self._runner.live, op, tensors))
             case CommitWeights() | DropPrepared() | Sleep() | Wake() | Checksums():
                 return Done(self._change(op))
             case _:
@@ -323,19 +324,6 @@ class GeneratorModel(WorkerModel):
                 return live.wake(op.tag)
             case Checksums():
                 return live.checksums()
-
-    def _prepare(self, op: PrepareWeights, tensors: Mapping[str, Tensors]) -> str | None:
-        """Prepare weights; return why they were refused, None if they were not."""
-        live = self._runner.live
-        try:
-            if op.folder is not None:
-                live.prepare_folder(op.folder)
-            else:
-                assert op.handle is not None
-                live.prepare_tensors(tensors[op.handle])
-        except InvalidRequestError as refusal:
-            return str(refusal)
-        return None
 
     def _allocate(self, op: Allocate) -> GenerationPlan:
         """Allocate the KV pool, choose how the model runs, and return the complete plan."""
