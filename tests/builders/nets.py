@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +61,12 @@ def linear(name: str, source: str, inputs: int, outputs: int) -> Config:
     return layer(name, "linear", source, in_features=inputs, out_features=outputs)
 
 
-def write_net(
-    folder: Path, config: Config | None = None, *, seed: int = 0, skipped: Sequence[str] = ()
-) -> Path:
-    """Write a net with random weights, but for those that are ``skipped``; return the folder."""
+def write_net(folder: Path, config: Config | None = None, *, seed: int = 0) -> Path:
+    """Write a net with random weights; return the folder."""
     content = {"model_type": MODEL_TYPE, **(config or mlp_policy())}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content))
-    weights = {n: w for n, w in random_weights(content, seed).items() if n not in skipped}
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    mx.save_safetensors(str(folder / "model.safetensors"), random_weights(content, seed))
     return folder
 
 
