@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from mlx_parallm.models.nets.arrangement import (
     OneHot,
     Slice,
 )
+from mlx_parallm.models.nets.choices import with_choices
 from mlx_parallm.models.nets.dense import (
     AvgPool2d,
     Conv2d,
@@ -196,7 +197,7 @@ def parse_net(content: Mapping[str, Any]) -> NetPlan:
         output_forms = {name: forms[source] for name, source in sources.items()}
         policy = read_policy(fields.object("policy"), output_forms)
     signature = NetSignature(
-        inputs=_with_choices(inputs, layers, forms),
+        inputs=with_choices(inputs, layers, forms),
         outputs=outputs,
         states=_states(layers),
         policy=policy,
@@ -231,12 +232,10 @@ def _input(fields: Fields) -> TensorSpec:
 
 
 def _input_form(spec: TensorSpec) -> TensorForm:
-    is_integer = spec.dtype in INTEGERS
     return TensorForm(
         sizes=spec.shape[1 + spec.has_time :],
         has_time=spec.has_time,
-        is_integer=is_integer,
-        sources=frozenset([spec.name]) if is_integer else frozenset(),
+        is_integer=spec.dtype in INTEGERS,
     )
 
 
@@ -311,16 +310,3 @@ def _states(layers: tuple[Layer, ...]) -> tuple[TensorSpec, ...]:
         for layer in layers
         for part, sizes in layer.states.items()
     )
-
-
-def _with_choices(
-    inputs: tuple[TensorSpec, ...], layers: tuple[Layer, ...], forms: Mapping[str, TensorForm]
-) -> tuple[TensorSpec, ...]:
-    """Return the inputs with the numbers of choices that the layers know."""
-    limits: dict[str, int] = {}
-    for layer in layers:
-        if layer.num_choices is None:
-            continue
-        for source in forms[layer.inputs[0]].sources:
-            limits[source] = min(layer.num_choices, limits.get(source, layer.num_choices))
-    return tuple(replace(spec, num_choices=limits.get(spec.name)) for spec in inputs)

@@ -227,22 +227,6 @@ def test_states_are_named_by_their_layers() -> None:
     assert "b.bias_ih_l0" not in plan.parameters
 
 
-def test_whole_numbers_have_the_limit_of_their_tables() -> None:
-    content = net([-1, 3], "int32", {"type": "embedding", "num_embeddings": 9, "embedding_dim": 2})
-    content["layers"].append({"name": "1", "type": "one_hot", "inputs": ["x"], "num_classes": 5})
-    content["outputs"] = [{"name": "0", "shape": [-1, 3, 2]}, {"name": "1", "shape": [-1, 3, 5]}]
-    assert parse_net(content).signature.inputs[0].num_choices == 5
-    content["layers"].reverse()
-    assert parse_net(content).signature.inputs[0].num_choices == 5
-    # Each slice has choices of its own.
-    content["layers"] = [
-        {"name": "first", "type": "slice", "inputs": ["x"], "stop": 1},
-        {"name": "1", "type": "one_hot", "inputs": ["first"], "num_classes": 5},
-    ]
-    content["outputs"] = [{"name": "1", "shape": [-1, 1, 5]}]
-    assert parse_net(content).signature.inputs[0].num_choices is None
-
-
 def test_defaults_are_those_of_torch() -> None:
     kinds: list[dict[str, Any]] = [
         {"type": "conv2d", "in_channels": 1, "out_channels": 1, "kernel_size": 3},
