@@ -118,6 +118,7 @@ class NetSignature:
         allows_non_finite: True if inputs may have NaN and infinite numbers.
         tile_rows: rows that are computed at once, so that a row's bits do not depend on the others;
             None if they may, by 1e-6 at most.
+        device: "cpu" or "gpu", where it is computed; None before it is loaded.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -126,6 +127,7 @@ class NetSignature:
     policy: PolicySpec | None = None
     allows_non_finite: bool = False
     tile_rows: int | None = None
+    device: str | None = None
 
     @property
     def timed_input(self) -> TensorSpec | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -94,12 +95,14 @@ class NetPlan:
         layers: in the order of computation.
         sources: the input or layer of each output, by the output's name.
         ranks: the number of dimensions after rows and time of each input and layer.
+        num_products: multiplications with weights for one row at one time.
     """
 
     signature: NetSignature
     layers: tuple[Layer, ...]
     sources: Mapping[str, str]
     ranks: Mapping[str, int]
+    num_products: int
 
     @property
     def parameters(self) -> dict[str, Parameter]:
@@ -204,7 +207,21 @@ def parse_net(content: Mapping[str, Any]) -> NetPlan:
         allows_non_finite=fields.flag("allow_non_finite", False),
     )
     ranks = {name: len(form.sizes) for name, form in forms.items()}
-    return NetPlan(signature=signature, layers=layers, sources=sources, ranks=ranks)
+    return NetPlan(
+        signature=signature,
+        layers=layers,
+        sources=sources,
+        ranks=ranks,
+        num_products=sum(_num_products(layer, forms[layer.name]) for layer in layers),
+    )
+
+
+def _num_products(layer: Layer, output: TensorForm) -> int:
+    """Return the products of a layer's matrices for a row; a convolution has one at each place."""
+    if isinstance(layer, Embedding):
+        return 0
+    shapes = [each.shape for each in layer.parameters.values() if len(each.shape) > 1]
+    return sum(math.prod(shape) * max(1, math.prod(output.sizes) // shape[0]) for shape in shapes)
 
 
 def _tensor(fields: Fields, dtypes: tuple[str, ...]) -> TensorSpec:
