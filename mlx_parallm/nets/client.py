@@ -58,8 +58,8 @@ class NetClient:
         """
         # Clients may use one id for several requests.
         unique = replace(request, request_id=f"{request.request_id}-{token_hex(8)}")
-        reader: AnswerReader[NetResults] = await self._door.open_reader(unique)
         try:
+            reader: AnswerReader[NetResults] = await self._door.open_reader(unique)
             return await reader.results()
         except asyncio.CancelledError:
             await self._door.abort(unique.request_id)

@@ -40,6 +40,7 @@ from mlx_parallm.api.nets.schema import (
     PredictAnswer,
     PredictRequest,
 )
+from mlx_parallm.api.turns.generation import unless_disconnected
 from mlx_parallm.nets.client import NetClient
 from mlx_parallm.nets.kind import NETS
 from mlx_parallm.nets.model import NetModel
@@ -102,8 +103,19 @@ class Call(Generic[T]):
         """The name of the net in the answer."""
         return self.body.model or self.model.names[0]
 
-    async def results(self, make: Callable[..., NetRequest]) -> NetResults:
-        """Return the results of the request that ``make`` returns.
+    async def answer(
+        self,
+        make: Callable[..., NetRequest],
+        fields_of: Callable[[T, str, NetResults], Mapping[str, Any]],
+        *,
+        bare: str = "",
+    ) -> Response:
+        """Return the answer to the request that ``make`` returns, unless the client goes away.
+
+        Args:
+            make: from the body; see ``predict_request``.
+            fields_of: returns the answer's fields, from the body, the net's name and the results.
+            bare: see ``write_answer``.
 
         Raises:
             InvalidRequestError: the body does not suit the net.
@@ -115,10 +127,16 @@ class Call(Generic[T]):
             self.num_bytes,
             lambda: make(self.body, self.model, request_id=request_id, owner=prelude.owner),
         )
-        return await prelude.client.run(request)
 
-    async def respond(
-        self, results: NetResults, fields: Mapping[str, Any], *, bare: str = ""
+        async def work() -> Response:
+            results = await prelude.client.run(request)
+            fields = fields_of(self.body, self.name, results)
+            return await self._respond(results, fields, bare=bare)
+
+        return await unless_disconnected(prelude.request, work())
+
+    async def _respond(
+        self, results: NetResults, fields: Mapping[str, Any], *, bare: str
     ) -> Response:
         """Return the answer with these fields; see ``write_answer``."""
         dtypes = file_dtypes(self.model.signature)
@@ -160,9 +178,7 @@ def _schema(form: type[BaseModel]) -> dict[str, Any]:
 async def predict(prelude: PreludeDep) -> Response:
     """Return the outputs of a net."""
     call = await read(prelude, PredictRequest, PREDICT)
-    results = await call.results(predict_request)
-    fields = predict_fields(call.body, call.name, results)
-    return await call.respond(results, fields, bare="outputs")
+    return await call.answer(predict_request, predict_fields, bare="outputs")
 
 
 @routes.post(
@@ -171,5 +187,4 @@ async def predict(prelude: PreludeDep) -> Response:
 async def act(prelude: PreludeDep) -> Response:
     """Return a policy's actions, drawn, likeliest or judged, and what is known of them."""
     call = await read(prelude, ActRequest, ACT)
-    results = await call.results(act_request)
-    return await call.respond(results, act_fields(call.body, call.name, results))
+    return await call.answer(act_request, act_fields)

@@ -35,6 +35,7 @@ from mlx_parallm.api.nets.oip.schema import (
     TensorMetadata,
     infer_schema,
 )
+from mlx_parallm.api.turns.generation import unless_disconnected
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.nets.client import NetClient
 from mlx_parallm.nets.kind import NETS
@@ -117,15 +118,19 @@ async def infer(
         len(raw),
         lambda: read_inference(model, raw, header, client=client, request_id=request_id),
     )
-    results = await nets.run(inference.request)
     coding = wanted_coding(request.headers)
-    num_numbers = sum(array.size for array in results.outputs.values())
-    response = await on_body(
-        num_numbers * BYTES_PER_NUMBER,
-        lambda: infer_response(name, inference, results, coding),
-    )
-    tell_ignored(response, inference.body.ignored)
-    return response
+
+    async def work() -> Response:
+        results = await nets.run(inference.request)
+        num_numbers = sum(array.size for array in results.outputs.values())
+        response = await on_body(
+            num_numbers * BYTES_PER_NUMBER,
+            lambda: infer_response(name, inference, results, coding),
+        )
+        tell_ignored(response, inference.body.ignored)
+        return response
+
+    return await unless_disconnected(request, work())
 
 
 @routes.get("/v2/models/{name:path}")
