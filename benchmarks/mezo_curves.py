@@ -36,11 +36,9 @@ from mlx_parallm.types.training import (
 )
 from mlx_parallm.worker.pooling.encoder_adapters import EncoderAdapters
 from mlx_parallm.worker.training.directions import Copies, Directions
-from mlx_parallm.worker.training.frozen_prefix import FrozenPrefix
-from mlx_parallm.worker.training.layer_choice import first_factors, trained_layers
 from mlx_parallm.worker.training.pair_forwards import PairForwards
 from mlx_parallm.worker.training.prefix_pool import PrefixPool
-from mlx_parallm.worker.training.sessions import TrainingSessions
+from mlx_parallm.worker.training.sessions import TrainingSessions, first_factors, trained_layers
 from mlx_parallm.worker.training.trainable import TrainableAdapter
 from mlx_parallm.worker.training_ops import (
     ApplySteps,
@@ -329,8 +327,7 @@ class _FirstOrder:
             scale=spec.alpha / spec.rank,
             trains_first=spec.trains_first,
         )
-        prefix = FrozenPrefix(model, self._adapter.layers, pool)
-        self._forwards = PairForwards(model, self._adapter, prefix)
+        self._forwards = PairForwards(model, self._adapter, pool)
         schedule = optim.linear_schedule(method.learning_rate, 0.0, method.steps)
         self._adam = optim.Adam(schedule)
 

@@ -19,12 +19,11 @@ import uvicorn
 from mlx_parallm.api.http.connection import BoundedProtocol
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.kind import ModelLoad
-from mlx_parallm.engine.models import ModelMemory, QueueLoad
+from mlx_parallm.engine.models import ModelMemory, QueueLoad, ServedModel
 from mlx_parallm.engine.status import EngineLoad, EngineReport, ModelState, ModelStatus, Readiness
 from mlx_parallm.generation.model import GenerationModel, RequestHandle
 from mlx_parallm.parsing.families.json_calls import HERMES
 from mlx_parallm.parsing.turn import THINK
-from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.training.requests import TrainingRequest
 from mlx_parallm.types.errors import (
     EngineDeadError,
@@ -122,7 +121,7 @@ def hang(*, after: str = "") -> Script:
     return script
 
 
-def status_of(model: GenerationModel | PoolingModel) -> ModelStatus:
+def status_of(model: ServedModel) -> ModelStatus:
     return ModelStatus(
         names=model.names,
         root=model.root,

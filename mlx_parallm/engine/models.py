@@ -240,6 +240,10 @@ class ServedModel(Protocol):
         """Return ``info`` by name."""
         return {} if self.info is None else asdict(self.info)
 
+    def card(self) -> Mapping[str, Any]:
+        """Return the fields that lists of models have for its kind alone."""
+        return {}
+
     @property
     def tasks(self) -> Sequence[str]:
         """The names of what requests may want of it."""

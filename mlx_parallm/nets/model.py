@@ -9,7 +9,8 @@ from typing import Any
 from typing_extensions import override
 
 from mlx_parallm.engine.models import KindTraits, ModelMemory, ServedModel
-from mlx_parallm.types.nets import NetSignature
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.nets import NetRequest, NetSignature
 
 NET_TRAITS = KindTraits(
     name="net",
@@ -52,7 +53,18 @@ class NetModel(ServedModel):
 
     @override
     def facts(self) -> Mapping[str, Any]:
+        return self.card()
+
+    @override
+    def card(self) -> Mapping[str, Any]:
         return {"signature": asdict(self.signature)}
+
+    @override
+    def check(self, request: NetRequest) -> None:
+        if not 0 < request.num_rows <= self.max_rows:
+            raise InvalidRequestError(
+                f"The request has {request.num_rows} rows; a request has 1 to {self.max_rows}."
+            )
 
     @property
     @override

@@ -4,8 +4,7 @@ A linear layer of MLX runs four operations on ``[T, 1, K]``: it transposes the w
 rows, multiplies, and restores the shape. Three of them only make views, but each costs the host a
 third of a small kernel. Layers that read the same input, such as those of queries, keys and values,
 are multiplied at once: the first layer called computes the outputs of all. See
-``docs/decisions/013-linear-layers-of-rows.md``. In training mode layers are MLX's own: the kernel
-has no gradient.
+``docs/decisions/013-linear-layers-of-rows.md``.
 """
 
 from __future__ import annotations
@@ -166,9 +165,7 @@ class RowLinear(nn.Linear):
     def __call__(self, x: mx.array) -> mx.array:
         """Return what ``nn.Linear`` returns."""
         product: RowProduct = self["_product"]
-        if self.training or not product.serves(x):
-            return super().__call__(x)
-        return product.take(self["_index"], x)
+        return product.take(self["_index"], x) if product.serves(x) else super().__call__(x)
 
 
 class RowQuantizedLinear(nn.QuantizedLinear):
@@ -181,7 +178,7 @@ class RowQuantizedLinear(nn.QuantizedLinear):
     def __call__(self, x: mx.array) -> mx.array:
         """Return what ``nn.QuantizedLinear`` returns."""
         product: RowProduct | None = self.get("_product")
-        if product is not None and not self.training and product.serves(x):
+        if product is not None and product.serves(x):
             return product.take(self["_index"], x)
         return _flat(super().__call__, x)
 
@@ -192,9 +189,7 @@ class RowEmbedding(nn.Embedding):
     def as_linear(self, x: mx.array) -> mx.array:
         """Return what ``nn.Embedding.as_linear`` returns."""
         product: RowProduct = self["_product"]
-        if self.training or not product.serves(x):
-            return super().as_linear(x)
-        return product.take(0, x)
+        return product.take(0, x) if product.serves(x) else super().as_linear(x)
 
 
 class RowQuantizedEmbedding(nn.QuantizedEmbedding):
@@ -203,7 +198,7 @@ class RowQuantizedEmbedding(nn.QuantizedEmbedding):
     def as_linear(self, x: mx.array) -> mx.array:
         """Return what ``nn.QuantizedEmbedding.as_linear`` returns."""
         product: RowProduct | None = self.get("_product")
-        if product is not None and not self.training and product.serves(x):
+        if product is not None and product.serves(x):
             return product.take(0, x)
         return _flat(super().as_linear, x)
 
@@ -222,7 +217,7 @@ def part_of(layer: nn.Module, call: Callable[[mx.array], mx.array], x: mx.array)
     ``call`` computes the output of a layer without a ``RowProduct``.
     """
     product: RowProduct | None = layer.get("_product")
-    if product is not None and not layer.training and product.serves(x):
+    if product is not None and product.serves(x):
         return product.take_part(layer["_index"], x)
     return _own_part(call(x))
 

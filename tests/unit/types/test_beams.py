@@ -8,8 +8,7 @@ import pytest
 
 from mlx_parallm.types.beams import BeamParams
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.grammar import Grammar
-from mlx_parallm.types.request import GenerateRequest, SamplingParams, ThinkingBudget
+from mlx_parallm.types.request import GenerateRequest, Grammar, SamplingParams, ThinkingBudget
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def model_card(name: str, status: ModelStatus, memory: Mapping[str, ModelMemory]
     """
     model: ServedModel | None = status.model
     parts = memory.get(status.names[0])
-    card = {
+    card: dict[str, Any] = {
         "id": name,
         "object": "model",
         "created": 0 if model is None else model.created,
@@ -56,6 +56,8 @@ def model_card(name: str, status: ModelStatus, memory: Mapping[str, ModelMemory]
     }
     if model is None or model.traits.loads_later:
         card["pinned"] = status.is_pinned
+    if model is not None:
+        card |= model.card()
     return card
 
 

@@ -17,6 +17,7 @@ from mlx_parallm.api.http.dependencies import ConfigDep, EngineDep
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.engine.models import ServedModel
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.serving.interface import EngineClient
@@ -30,8 +31,8 @@ SECRETS = frozenset({"api_keys", "admin_api_keys", "verifier_urls"})
 ADMIN_ONLY = frozenset({"data_dir", "kv_disk"})
 
 
-@routes.get("/server_info")
-@routes.get("/get_server_info", include_in_schema=False)
+@routes.get("/server_info", response_model_exclude_none=True)
+@routes.get("/get_server_info", include_in_schema=False, response_model_exclude_none=True)
 async def server_info(
     request: Request,
     engine: EngineDep,
@@ -39,7 +40,7 @@ async def server_info(
     config_format: Literal["json", "text"] = "json",
 ) -> ServerInfo:
     """Return version, settings and models; keys are left out."""
-    first = GENERATION.client(engine).first_model()
+    first = first_model(engine)
     is_admin = has_admin_key(request) and not is_foreign(request.headers)
     hidden = SECRETS if is_admin else SECRETS | ADMIN_ONLY
     # An engine that hangs delays both by the same seconds.
@@ -47,10 +48,10 @@ async def server_info(
     known = settings(engine.config, config, hidden)
     known |= vllm_groups(first, engine.config, len(engines))
     return ServerInfo(
-        **_model_info(engine).model_dump(),
+        **_model_info(engine, first).model_dump(),
         version=__version__,
         vllm_config=known if config_format == "json" else as_text(known),
-        dtype=first.info.dtype,
+        dtype=None if first is None or first.info is None else first.info.dtype,
         max_loras_per_batch=engine.config.scheduler.max_loras,
         max_lora_rank=engine.config.adapters.max_rank,
         lora_paths=loaded_adapters(engine.control.adapters()),
@@ -90,37 +91,41 @@ async def _models(engine: EngineClient) -> list[dict[str, Any]]:
     ]
 
 
-@routes.get("/model_info")
-@routes.get("/get_model_info", include_in_schema=False)
+@routes.get("/model_info", response_model_exclude_none=True)
+@routes.get("/get_model_info", include_in_schema=False, response_model_exclude_none=True)
 async def model_info(engine: EngineDep) -> ModelInfo:
-    """Describe the first model."""
-    return _model_info(engine)
+    """Describe the first model that generates, or the first one if none does."""
+    return _model_info(engine, first_model(engine))
 
 
-def _model_info(engine: EngineClient) -> ModelInfo:
-    model = GENERATION.client(engine).first_model()
+def first_model(engine: EngineClient) -> ServedModel | None:
+    """Return the first model that generates, or else the first that was loaded, if any was."""
+    loaded = [status.model for status in engine.statuses() if status.model is not None]
+    return next(iter(GENERATION.client(engine).models()), next(iter(loaded), None))
+
+
+def _model_info(engine: EngineClient, model: ServedModel | None) -> ModelInfo:
+    if model is None:
+        return ModelInfo(is_generation=False)
     return ModelInfo(
-        weight_version=engine.control.version().label,
+        weight_version=engine.control.version(model.names[0]).label,
         model_path=model.root,
-        tokenizer_path=model.root,
+        tokenizer_path=None if model.max_len is None else model.root,
         served_model_name=model.names[0],
-        is_generation=True,
-        context_length=model.info.max_model_len,
+        is_generation=isinstance(model, GenerationModel),
+        context_length=model.max_len,
     )
 
 
-def vllm_groups(model: GenerationModel, config: EngineConfig, num_engines: int) -> dict[str, Any]:
-    """Return the groups of vLLM's configuration that clients read, with this server's values."""
-    info = model.info
+def vllm_groups(
+    model: ServedModel | None, config: EngineConfig, num_engines: int
+) -> dict[str, Any]:
+    """Return the groups of vLLM's configuration that clients read, with this server's values.
+
+    Those of the model and the KV pool have the facts that a model of its kind has.
+    """
     return {
-        "model_config": {
-            "model": model.root,
-            "served_model_name": list(model.names),
-            # Clients look up PyTorch's name of the dtype.
-            "dtype": f"torch.{info.dtype}",
-            "max_model_len": info.max_model_len,
-            "logprobs_mode": config.logprobs_mode,
-        },
+        "model_config": _model_config(model) | {"logprobs_mode": config.logprobs_mode},
         "lora_config": {
             "max_lora_rank": config.adapters.max_rank,
             "max_loras": config.scheduler.max_loras,
@@ -132,13 +137,26 @@ def vllm_groups(model: GenerationModel, config: EngineConfig, num_engines: int) 
             "pipeline_parallel_size": 1,
             "world_size": config.ranks.size,
         },
-        "cache_config": {
-            "block_size": info.block_size,
-            "num_gpu_blocks": info.num_blocks,
-            "enable_prefix_caching": config.cache.enable_prefix_caching,
-        },
+        "cache_config": _pool_config(model)
+        | {"enable_prefix_caching": config.cache.enable_prefix_caching},
         "weight_transfer_config": None,
     }
+
+
+def _model_config(model: ServedModel | None) -> dict[str, Any]:
+    if model is None:
+        return {}
+    known: dict[str, Any] = {"model": model.root, "served_model_name": list(model.names)}
+    if model.info is not None:
+        # Clients look up PyTorch's name of the dtype.
+        known |= {"dtype": f"torch.{model.info.dtype}", "max_model_len": model.max_len}
+    return known
+
+
+def _pool_config(model: ServedModel | None) -> dict[str, Any]:
+    if not isinstance(model, GenerationModel):
+        return {}
+    return {"block_size": model.info.block_size, "num_gpu_blocks": model.info.num_blocks}
 
 
 def settings(engine: EngineConfig, server: ServerConfig, hidden: Collection[str]) -> dict[str, Any]:

@@ -61,17 +61,19 @@ class AbortResponse(BaseModel):
 
 
 class ModelInfo(BaseModel):
-    """The first model, in SGLang's form."""
+    """The first model, in SGLang's form; without what a model of its kind does not have."""
 
     model_config = ConfigDict(protected_namespaces=())
 
-    model_path: str = Field(description="Hub id or folder.")
-    tokenizer_path: str = Field(description="The same.")
-    served_model_name: str = Field(description="Its first name.")
-    weight_version: str = Field(description="Label of its weights now.")
+    model_path: str | None = Field(default=None, description="Hub id or folder.")
+    tokenizer_path: str | None = Field(default=None, description="The same, if it reads tokens.")
+    served_model_name: str | None = Field(default=None, description="Its first name.")
+    weight_version: str | None = Field(default=None, description="Label of its weights now.")
     load_format: str = Field(default="safetensors", description="Always safetensors.")
     is_generation: bool = Field(description="True if it generates text.")
-    context_length: int = Field(description="Most tokens of prompt and output together.")
+    context_length: int | None = Field(
+        default=None, description="Most tokens of prompt and output together, if it reads tokens."
+    )
 
 
 class ServerInfo(ModelInfo):
@@ -85,7 +87,9 @@ class ServerInfo(ModelInfo):
     dp_size: int = Field(description="Engines.")
     pp_size: int = Field(default=1, description="Always 1.")
     ep_size: int = Field(default=1, description="Always 1.")
-    dtype: str = Field(description="The first model's dtype.")
+    dtype: str | None = Field(
+        default=None, description="The first model's dtype, if it reads tokens."
+    )
     max_loras_per_batch: int = Field(description="Most adapters in one batch.")
     max_lora_rank: int = Field(description="Largest rank of an adapter.")
     lora_paths: dict[str, str] = Field(description="Loaded adapters: folder, or name, by name.")

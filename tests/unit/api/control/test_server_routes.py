@@ -13,10 +13,13 @@ from starlette.datastructures import Headers
 from mlx_parallm.api.control.server.aborts import is_named
 from mlx_parallm.api.http.auth import client_of
 from mlx_parallm.config import CacheConfig, EngineConfig, SchedulerConfig, ServerConfig
-from mlx_parallm.engine.status import Readiness
+from mlx_parallm.engine.models import ModelMemory
+from mlx_parallm.engine.status import ModelStatus, Readiness
+from mlx_parallm.nets.model import NetModel
 from mlx_parallm.types.request import GenerateRequest
 from tests.api_app import make_app
-from tests.fake_engine import FakeEngine
+from tests.fake_engine import FakeEngine, status_of
+from tests.nets import recurrent
 
 OPEN = ServerConfig()
 KEYS = ServerConfig(api_keys=("one-key", "two-key"))
@@ -179,6 +182,70 @@ async def test_server_info_needs_a_key_and_a_known_form() -> None:
 async def test_model_info_is_of_the_first_model(path: str) -> None:
     info = (await call(FakeEngine(), OPEN, "GET", path)).json()
     assert (info["model_path"], info["context_length"]) == ("/models/fake", 256)
+
+
+class WithoutGenerator(FakeEngine):
+    """Serves one net, which may not have been loaded yet."""
+
+    def __init__(self, *, is_loaded: bool) -> None:
+        super().__init__()
+        net = NetModel(
+            names=("net",),
+            root="/nets/net",
+            created=1,
+            signature=recurrent(),
+            weight_bytes=7,
+            max_rows=8,
+        )
+        status = status_of(net)
+        self._status = status if is_loaded else replace(status, model=None)
+
+    def statuses(self) -> list[ModelStatus]:
+        return [self._status]
+
+    async def memory(self) -> dict[str, ModelMemory]:
+        return {"net": ModelMemory(weights=7)}
+
+
+#: Fields and groups that a server without generators has nothing for.
+OF_GENERATORS = {"context_length", "dtype", "tokenizer_path"}
+OF_POOLS = {"block_size", "num_gpu_blocks"}
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+async def test_a_server_of_nets_tells_nothing_of_generators(is_loaded: bool) -> None:
+    engine = WithoutGenerator(is_loaded=is_loaded)
+    response = await call(engine, OPEN, "GET", "/server_info")
+    info = response.json()
+    assert response.status_code == 200
+    assert not OF_GENERATORS & info.keys()
+    assert not OF_POOLS & info["vllm_config"]["cache_config"].keys()
+    known = {"model": "/nets/net", "served_model_name": ["net"]} if is_loaded else {}
+    assert info["vllm_config"]["model_config"] == known | {"logprobs_mode": "raw_logprobs"}
+    assert [each["names"] for each in info["models"]] == [["net"]]
+    described = (await call(engine, OPEN, "GET", "/model_info")).json()
+    assert described.items() <= info.items()
+    assert described["is_generation"] is False
+    assert described.get("model_path") == ("/nets/net" if is_loaded else None)
+    assert ("weight_version" in described) is is_loaded
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+async def test_a_net_says_what_it_reads_and_returns(is_loaded: bool) -> None:
+    engine = WithoutGenerator(is_loaded=is_loaded)
+    (card,) = (await call(engine, OPEN, "GET", "/v1/models")).json()["data"]
+    assert (await call(engine, OPEN, "GET", "/v1/models/net")).json() == card
+    if not is_loaded:
+        assert "signature" not in card
+        return
+    signature = card["signature"]
+    assert [each["name"] for each in signature["inputs"]] == ["obs"]
+    assert signature["outputs"][0]["shape"] == [-1, -1, 2]
+    assert [each["name"] for each in signature["states"]] == ["lstm.h", "lstm.c"]
+    assert signature["policy"]["parameters"] == "logits"
+    assert signature["tile_rows"] is None
+    (facts,) = (await call(engine, OPEN, "GET", "/server_info")).json()["models"]
+    assert facts["signature"] == signature
 
 
 @pytest.mark.parametrize(

@@ -183,3 +183,12 @@ def test_predictions_return_all_outputs_or_some() -> None:
 def test_dtypes_are_known_by_the_names_in_a_file() -> None:
     assert file_dtypes(VALUED)["value"] == "bfloat16"
     assert file_dtypes(recurrent())["new_hidden_states.lstm.h"] == "float32"
+
+
+@pytest.mark.parametrize("num_rows", [0, 9])
+def test_a_model_itself_refuses_too_many_rows(num_rows: int) -> None:
+    net = model(policy())
+    net.check(act(policy()))
+    request = replace(act(policy()), num_rows=num_rows)
+    with pytest.raises(InvalidRequestError, match=f"{num_rows} rows; a request has 1 to 8"):
+        net.check(request)

@@ -1,1 +1,0 @@
-"""Gradients of losses with respect to a trainable adapter, through the served model itself."""
