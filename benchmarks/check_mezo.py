@@ -35,8 +35,8 @@ from mlx_parallm.config import ModelConfig
 from mlx_parallm.pooling.kind import tokenizer_of
 from mlx_parallm.pooling.pending import pooling_spec
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
-from mlx_parallm.training.estimators import PAPER, EstimatorSettings
 from mlx_parallm.training.records import Example
+from mlx_parallm.training.settings import PAPER, MezoSettings
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import FirstFactors, TrainableSpec
 from mlx_parallm.worker.device.cpu_process import keep_freed_memory
@@ -71,7 +71,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--layers", type=int, default=1, help="train so many of the last layers; 0: all")
     add("--rank", type=int, default=8)
     add("--alpha", type=float, default=16.0)
-    add("--rate", type=float, default=EstimatorSettings().learning_rate, help="of random")
+    add("--rate", type=float, default=MezoSettings().learning_rate, help="of random")
     add("--activations-rate", type=float, default=1e-3, help="of activations")
     add("--paper-rate", type=float, default=PAPER.learning_rate)
     add("--first-order-rate", type=float, default=2e-3)
@@ -132,7 +132,7 @@ def method_of(name: str, args: argparse.Namespace) -> Method:
         trains_first=name in {"paper", "first_order"},
         init=FirstFactors.ACTIVATIONS if name == "activations" else FirstFactors.RANDOM,
     )
-    ours = EstimatorSettings(learning_rate=args.rate, decay_steps=args.steps)
+    ours = MezoSettings(learning_rate=args.rate, decay_steps=args.steps)
     estimators = {
         "paper": dataclasses.replace(PAPER, learning_rate=args.paper_rate),
         "random": ours,

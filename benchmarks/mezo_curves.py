@@ -19,11 +19,12 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 
-from mlx_parallm.training.batches import Batches, BatchOrder, step_seed
-from mlx_parallm.training.estimators import Estimator, EstimatorSettings
+from mlx_parallm.training.batches import Batches, BatchOrder
+from mlx_parallm.training.mezo.estimator import Estimator, step_seed
 from mlx_parallm.training.objectives import Measure, Scores, scores
 from mlx_parallm.training.records import Example, Mode
 from mlx_parallm.training.session import NUM_MEASURED, NUM_SAMPLES
+from mlx_parallm.training.settings import MezoSettings
 from mlx_parallm.training.step_forwards import StepForwards
 from mlx_parallm.types.training import (
     Distribution,
@@ -92,7 +93,7 @@ class Method:
     """
 
     spec: TrainableSpec
-    estimator: EstimatorSettings | None = None
+    estimator: MezoSettings | None = None
     learning_rate: float = 2e-3
     measure: Measure = Measure.CROSS_ENTROPY
     steps: int
@@ -287,7 +288,7 @@ class _Session:
         inputs: Sequence[Any],
         segments: Sequence[Segment],
         seed: int,
-        settings: EstimatorSettings,
+        settings: MezoSettings,
     ) -> PairResult:
         """Return the logits of all segments' rows."""
         op = PairForward(

@@ -26,9 +26,9 @@ from mlx_parallm.config import ModelConfig
 from mlx_parallm.pooling.kind import tokenizer_of
 from mlx_parallm.pooling.pending import pooling_spec
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
-from mlx_parallm.training.estimators import PAPER, EstimatorSettings
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Example
+from mlx_parallm.training.settings import PAPER, MezoSettings
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import FirstFactors, TrainableSpec
 from mlx_parallm.worker.device.cpu_process import keep_freed_memory
@@ -87,7 +87,7 @@ def methods_of(steps: int) -> dict[str, Method]:
     both = TrainableSpec(targets=TARGETS, top=1, rank=8, alpha=16.0, trains_first=True)
     second = dataclasses.replace(both, trains_first=False)
     measured = dataclasses.replace(second, init=FirstFactors.ACTIVATIONS)
-    ours = EstimatorSettings(learning_rate=1e-2, decay_steps=steps)
+    ours = MezoSettings(learning_rate=1e-2, decay_steps=steps)
     base = Method(spec=measured, estimator=ours, steps=steps, batch_size=16, evaluate_every=25)
     counted = dataclasses.replace(ours, epsilon=3e-2, decay_steps=steps // 4)
     return {

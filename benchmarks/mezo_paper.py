@@ -27,7 +27,7 @@ from benchmarks.check_mezo import read_model, run
 from benchmarks.curve_file import CurveFile
 from benchmarks.mezo_curves import Learner, Method, Problem
 from examples.mezo.task import Row, read_rows
-from mlx_parallm.training.estimators import PAPER
+from mlx_parallm.training.settings import PAPER
 from mlx_parallm.types.training import TrainableSpec
 from mlx_parallm.worker.device.cpu_process import keep_freed_memory
 

@@ -44,7 +44,6 @@ from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.storage import disk
 from mlx_parallm.storage.ids import IdMaker
-from mlx_parallm.training.estimators import StepChanges
 from mlx_parallm.training.objectives import Scores
 from mlx_parallm.training.records import Costs, Example, SessionState, StepRecord
 from mlx_parallm.training.requests import TrainingOp, TrainingRequest
@@ -52,6 +51,7 @@ from mlx_parallm.training.service import Train
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.session_files import CONFIG, SessionFiles, encoded
 from mlx_parallm.training.session_store import ID_PREFIX
+from mlx_parallm.training.settings import StepChanges
 from mlx_parallm.types.errors import InvalidRequestError, ParallmError
 from mlx_parallm.types.training import TrainableInfo
 

@@ -1,1 +1,1 @@
-"""Training by forward passes: what a step tries, what it learns from the losses, and its log."""
+"""Training beside serving: sessions with their files, and what makes their steps."""

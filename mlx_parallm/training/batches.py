@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Sequence
 from enum import StrEnum
@@ -56,9 +55,3 @@ class Batches:
         if self._order is BatchOrder.BY_LENGTH:
             draw.shuffle(batches)
         return batches
-
-
-def step_seed(seed: int, number: int) -> int:
-    """Return the seed of a step's directions, from 0 to 2**64 - 1."""
-    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "little")

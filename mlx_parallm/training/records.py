@@ -7,10 +7,12 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
+from typing_extensions import override
+
 from mlx_parallm.storage.records import as_fields, as_record
 from mlx_parallm.training.batches import BatchOrder
-from mlx_parallm.training.estimators import EstimatorSettings
 from mlx_parallm.training.objectives import Measure
+from mlx_parallm.training.settings import MezoSettings
 from mlx_parallm.types.training import (
     ChoiceInput,
     ForwardSize,
@@ -66,7 +68,7 @@ class SessionConfig:
     id: str
     model: str
     trainable: TrainableSpec
-    estimator: EstimatorSettings
+    estimator: MezoSettings
     measure: Measure | None
     objective: Mapping[str, Any]
     batch_size: int
@@ -76,6 +78,11 @@ class SessionConfig:
     seed: int
     created_at: int
     adapter: str | None = None
+
+    @property
+    def record_kind(self) -> type[StepRecord]:
+        """Return the type of the records of its steps."""
+        return MezoRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +173,21 @@ class StepRecord(Costs):
 
     Attributes:
         step: its number, from 1: how many steps the session has made with it.
+    """
+
+    step: int
+
+    @property
+    def is_zero(self) -> bool:
+        """True if the step changed nothing."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MezoRecord(StepRecord):
+    """A step that was made from losses.
+
+    Attributes:
         seed: draws its directions.
         loss_plus: see ``Estimate``.
         loss_minus: likewise.
@@ -173,7 +195,6 @@ class StepRecord(Costs):
         mean_square: see ``Estimator``; a session that goes on needs it.
     """
 
-    step: int
     seed: int
     loss_plus: float
     loss_minus: float
@@ -181,6 +202,7 @@ class StepRecord(Costs):
     mean_square: float | None
 
     @property
+    @override
     def is_zero(self) -> bool:
         """True if the step changed nothing, because all losses were equal."""
         return not any(self.gradients)

@@ -14,9 +14,8 @@ from typing_extensions import override
 
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.engine.control import Watcher
-from mlx_parallm.training.copies import Adapters, Copy, ServedCopies
-from mlx_parallm.training.estimators import AS_SET, StepChanges
-from mlx_parallm.training.judged_steps import Rewards, judged_step
+from mlx_parallm.training.mezo.copies import Adapters, Copy, ServedCopies
+from mlx_parallm.training.mezo.judged_steps import Rewards, judged_step
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Example, SessionConfig, Status, StepRecord
 from mlx_parallm.training.requests import TrainingOp, TrainingRequest
@@ -24,6 +23,7 @@ from mlx_parallm.training.service_metrics import SessionMetrics
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.session_files import SessionFiles, readable
 from mlx_parallm.training.session_store import SessionLimits, SessionStore
+from mlx_parallm.training.settings import AS_SET, StepChanges
 from mlx_parallm.training.start import StartParameters
 from mlx_parallm.training.step_forwards import MadeStep
 from mlx_parallm.types.errors import (

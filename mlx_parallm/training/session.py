@@ -1,30 +1,29 @@
-"""One training session: it makes steps from losses, writes them down, and has them applied.
+"""One training session: its state, its data, and the engine's part of it, which may be lost.
 
-The engine's part of a session can be lost with its process, or when its model is evicted. The log
-has all of it, so the session opens it again and goes on.
+That part is lost with its process, or when its model is evicted. The files have all of it, so the
+session opens it again and goes on. How steps are made depends on the estimator; see ``Estimation``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.engine.policies import AdapterUpload
-from mlx_parallm.training.batches import Batches, step_seed
-from mlx_parallm.training.copies import Copy, copies_of
-from mlx_parallm.training.estimators import AS_SET, Estimate, Estimator, StepChanges
+from mlx_parallm.training.batches import Batches
+from mlx_parallm.training.mezo.copies import Copy
+from mlx_parallm.training.mezo.steps import MezoSteps
 from mlx_parallm.training.objectives import Scores, scores
 from mlx_parallm.training.records import (
     Costs,
     Example,
+    MezoRecord,
     Mode,
     SessionConfig,
     SessionState,
@@ -33,28 +32,24 @@ from mlx_parallm.training.records import (
 )
 from mlx_parallm.training.requests import TrainingOp
 from mlx_parallm.training.session_files import SessionFiles
+from mlx_parallm.training.settings import AS_SET, StepChanges
 from mlx_parallm.training.start import StartParameters
-from mlx_parallm.training.step_forwards import MadeStep, StepForwards, costs_of
+from mlx_parallm.training.step_forwards import UNPERTURBED, MadeStep, StepForwards
 from mlx_parallm.types.errors import (
     ConflictError,
-    InvalidRequestError,
     NotFoundError,
     SessionLostError,
     StorageError,
 )
 from mlx_parallm.types.training import (
+    Distribution,
     FirstFactors,
-    Perturbation,
-    Segment,
-    Step,
     TrainableInfo,
     TrainingInput,
     num_tokens,
 )
 from mlx_parallm.worker.training_ops import (
-    ApplySteps,
     CloseTraining,
-    Materialise,
     MeasureInputs,
     OpenTraining,
 )
@@ -109,9 +104,8 @@ class Session:
         self.last: StepRecord | None = None
         for record in files.all_records():
             self._count(record)
-        self._estimator = Estimator(config.estimator, self.last and self.last.mean_square)
-        # Steps that are logged, and that the engine does not have yet.
-        self._unapplied: list[Step] = []
+        square = self.last.mean_square if isinstance(self.last, MezoRecord) else None
+        self._estimation = MezoSteps(self, config.estimator, square)
         self._turn = asyncio.Lock()
         #: Held while its copies begin or end to be served.
         self.exchange = asyncio.Lock()
@@ -171,40 +165,27 @@ class Session:
             StorageError: the step could not be written, and was not made.
         """
         async with self._turn:
-            config = self.config
-            if self.info is None:
-                await self._open()
-            size = self.state.forwards
-            assert size is not None, "it is open"
-            examples = self._in_form(self.batch if examples is None else examples)
-            forwards = StepForwards.of(config.mode, size, examples, self._segments(len(examples)))
-            epsilon = self._estimator.epsilon(changes)
-            begin_s = time.perf_counter()
-            results = await self._ask(*forwards.ops(config, self.seed(changes), epsilon))
-            seconds = time.perf_counter() - begin_s
-            assert config.measure is not None, "the caller reports no losses"
-            losses = forwards.losses(results, config.measure)
-            assert self.info is not None, "it is open"
-            costs = costs_of(forwards, results, seconds, self.info)
-            record = self._made(losses.means, costs, changes)
+            made = await self._estimation.step(examples, changes)
         self._notify()
-        return MadeStep(record, losses)
+        return made
+
+    def batch_of(self, number: int) -> list[Example]:
+        """Return the examples of a step, by its number from 0."""
+        return [self._examples[row] for row in self._batches.of_step(number)]
 
     @property
     def batch(self) -> list[Example]:
         """The examples of the next step."""
-        return [self._examples[row] for row in self._batches.of_step(self.num_steps)]
+        return self.batch_of(self.num_steps)
 
     def seed(self, changes: StepChanges = AS_SET) -> int:
         """Return the seed that draws the directions of the next step."""
-        if changes.seed is not None:
-            return changes.seed
-        return step_seed(self.config.seed, self.num_steps)
+        return self._estimation.seed(changes)
 
     @property
     def copies(self) -> list[Copy]:
         """The perturbed copies of the next step, in the order of its losses."""
-        return copies_of(self.config.id, self.num_steps + 1, self._segments(1))
+        return self._estimation.copies
 
     @property
     def is_served(self) -> bool:
@@ -223,28 +204,7 @@ class Session:
             ConflictError: see ``open``.
         """
         async with self._turn:
-            copies, config = self.copies, self.config
-            perturbations = [
-                Perturbation(
-                    seed=self.seed(changes),
-                    num_directions=config.estimator.num_directions,
-                    direction=copy.direction,
-                    sign=copy.sign,
-                    epsilon=self._estimator.epsilon(changes),
-                )
-                for copy in copies
-            ]
-            ops = [
-                Materialise(model=config.model, session=config.id, perturbation=perturbation)
-                for perturbation in perturbations
-            ]
-            adapters = await self._ask(*ops)
-        return [
-            AdapterUpload(
-                name=copy.name, weights=weights, replaces=True, opaque=copy.name, is_cached=False
-            )
-            for copy, weights in zip(copies, adapters, strict=True)
-        ]
+            return await self._estimation.perturbed(changes)
 
     async def learn(
         self, losses: Sequence[float], seconds: float = 0.0, changes: StepChanges = AS_SET
@@ -258,68 +218,19 @@ class Session:
         """
         async with self._turn:
             self._check_deleted()
-            if self.info is None:
-                # The weights may be others than the losses were measured on.
-                await self._open()
-            record = self._made(losses, Costs(seconds=seconds), changes)
+            record = await self._estimation.learn(losses, seconds, changes)
         self._notify()
         return record
 
-    def _segments(self, batch_size: int) -> Sequence[Segment]:
-        try:
-            return self._estimator.segments(batch_size)
-        except ValueError as problem:
-            raise InvalidRequestError(f"{problem}.", param="batch") from None
-
-    def _made(self, losses: Sequence[float], costs: Costs, changes: StepChanges) -> StepRecord:
-        """Write a step down, which the engine applies before the next op."""
-        estimate = self._estimator.estimate(losses, changes)
-        if not estimate.is_finite:
-            raise ConflictError(
-                f"Step {self.num_steps + 1} was not made: a loss or its slope is not finite; the "
-                f"losses were {estimate.loss_plus} and {estimate.loss_minus}."
-            )
-        before = self._estimator.mean_square
-        step = self._next_step(estimate, changes)
-        record = StepRecord(
-            step=self.num_steps + 1,
-            seed=step.seed,
-            loss_plus=estimate.loss_plus,
-            loss_minus=estimate.loss_minus,
-            gradients=estimate.slopes,
-            mean_square=self._estimator.mean_square,
-            **asdict(costs),
-        )
-        try:
-            self.files.append(record, step)
-        except BaseException:
-            self._estimator.mean_square = before
-            raise
-        self._unapplied.append(step)
+    def note(self, record: StepRecord, logged: bytes = b"") -> None:
+        """Write a step down; see ``StepHost``."""
+        self.files.append(record, logged)
         self._count(record)
-        return record
 
     def _count(self, record: StepRecord) -> None:
         self.costs += record
         self.num_zero += record.is_zero
         self.last = record
-
-    def _next_step(self, estimate: Estimate, changes: StepChanges) -> Step:
-        """Return a step as the log has it; raise ConflictError if float32 has no such numbers."""
-        number, before = self.num_steps, self._estimator.mean_square
-        try:
-            step = self._estimator.step(number, self.seed(changes), estimate, changes)
-            step = self.files.rounded(step)
-        except OverflowError:
-            step = None
-        square = self._estimator.mean_square
-        if step is None or not math.isfinite(square or 0.0):
-            self._estimator.mean_square = before
-            raise ConflictError(
-                f"Step {number + 1} was not made: it is not finite; its losses were "
-                f"{estimate.loss_plus} and {estimate.loss_minus}."
-            )
-        return step
 
     async def settle(self) -> None:
         """Return once nothing that was asked of it before is in flight."""
@@ -353,16 +264,15 @@ class Session:
         """Return how well labels are predicted now."""
         async with self._turn:
             results: list[np.ndarray] = []
-            if self.info is None:
-                await self._open()
+            await self.opened()
             size = self.state.forwards
             assert size is not None, "it is open"
-            formed = self._in_form(examples)
+            formed = self.in_form(examples)
             for begin in range(0, len(formed), MAX_EVALUATED):
                 forwards = StepForwards.of_evaluation(size, formed[begin : begin + MAX_EVALUATED])
                 # Texts that are evaluated must not evict those that are trained on.
-                ops = forwards.ops(self.config, seed=0, epsilon=0.0, keeps=False)
-                results += forwards.rows([(await self._ask(op))[0] for op in ops])
+                ops = forwards.ops(self.config, UNPERTURBED, keeps=False)
+                results += forwards.rows([(await self.ask(op))[0] for op in ops])
             return scores(results, [example.label for example in examples])
 
     async def weights(
@@ -376,24 +286,17 @@ class Session:
             InvalidRequestError: it has not made so many steps; or transformers has no linear layer
                 in some place.
         """
-        if step is not None and not 0 <= step <= self.num_steps:
-            raise InvalidRequestError(
-                f"step must be from 0 to {self.num_steps}, the steps that were made.", param="step"
-            )
         async with self._turn:
-            steps = None if step is None else self.files.steps(step)
-            op = Materialise(
-                model=self.config.model,
-                session=self.config.id,
-                steps=steps,
-                of_checkpoint=of_checkpoint,
-            )
-            return (await self._ask(op))[0]
+            return await self._estimation.weights(step, of_checkpoint=of_checkpoint)
 
     async def close(self) -> None:
         """Have the engine's part dropped, if it is there; what it runs for the session ends."""
         op = CloseTraining(model=self.config.model, session=self.config.id)
         await self._send(self.config.model, self.config.id, (op,))
+
+    async def opened(self) -> TrainableInfo:
+        """Have the engine's part made, if it is not there; see ``open``."""
+        return await self._open() if self.info is None else self.info
 
     async def _open(self) -> TrainableInfo:
         self._check_deleted()
@@ -403,15 +306,15 @@ class Session:
             model=config.model,
             session=config.id,
             spec=config.trainable,
-            distribution=config.estimator.distribution,
+            distribution=Distribution.RADEMACHER,
             cache_bytes=self._cache_bytes,
             samples=self._samples,
             factors=start and start.first,
             second=(start and start.second) or None,
             head=(start and start.head) or None,
         )
-        steps = ApplySteps(model=config.model, session=config.id, steps=self.files.steps())
-        info, _ = await self._send(config.model, config.id, (opening, steps))
+        ops = self._estimation.opening(opening)
+        info, *_ = await self._send(config.model, config.id, ops)
         if self._is_deleted:
             # It was deleted while its model was loaded, so the engine had nothing to close then.
             await self.close()
@@ -427,7 +330,7 @@ class Session:
             most = config.max_tokens or info.forwards.max_tokens
             self.save(base=info.base, forwards=replace(info.forwards, max_tokens=most))
         self.info = info
-        self._unapplied.clear()
+        await self._estimation.restore()
         return info
 
     @property
@@ -437,7 +340,7 @@ class Session:
         shares = self.config.mode is Mode.PAIRED
         return tuple(example.sharing(shares).input for example in examples)
 
-    def _in_form(self, examples: Sequence[Example]) -> list[Example]:
+    def in_form(self, examples: Sequence[Example]) -> list[Example]:
         """Return examples as forwards compute them; the engine's part is open."""
         assert self.info is not None, "it is open"
         shares = self.info.shares_prompts and self.config.mode is Mode.PAIRED
@@ -461,24 +364,20 @@ class Session:
             self.files.save_start(start)
         return start
 
-    async def _ask(self, *ops: TrainingOp) -> tuple[Any, ...]:
-        """Have ops run after all steps were applied; open the session anew if it was lost."""
+    async def ask(self, *ops: TrainingOp) -> tuple[Any, ...]:
+        """Return the results of ops after all steps; open the session anew if it was lost."""
         self._check_deleted()
         model, session = self.config.model, self.config.id
-        if self.info is None:
-            await self._open()
-        applied = tuple(self._unapplied)
-        before: tuple[TrainingOp, ...] = ()
-        if applied:
-            before = (ApplySteps(model=model, session=session, steps=applied),)
+        await self.opened()
+        before = self._estimation.unapplied
         try:
             results = await self._send(model, session, (*before, *ops))
         except SessionLostError:
             await self._open()
             return await self._send(model, session, ops)
         except BaseException:
-            # It is not known whether the steps were applied.
+            # It is not known whether the session was changed.
             self.info = None
             raise
-        self._unapplied.clear()
+        self._estimation.note_applied()
         return results[len(before) :]

@@ -1,8 +1,9 @@
 """The files of a session: its settings and state, its examples, its log and its step records.
 
-A step is on disk before it is applied: first its record, a line of ``steps.jsonl``, then its part
-of ``log.bin``. After a crash the longer of the two is cut to the shorter one. Lines are flushed to
-the system and not to the disk, so a killed process loses nothing, and a power cut the last steps.
+The record of a step is a line of ``steps.jsonl``. With a log, a step is on disk before it is
+applied: first its record, then its part of ``log.bin``. After a crash the longer of the two is cut
+to the shorter one. Lines are flushed to the system and not to the disk, so a killed process loses
+nothing, and a power cut the last steps.
 """
 
 from __future__ import annotations
@@ -11,23 +12,29 @@ import contextlib
 import json
 import logging
 import os
-import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.numpy import load, save
 
 from mlx_parallm.storage import disk
 from mlx_parallm.storage.records import as_record, dumped
-from mlx_parallm.training.records import Example, SessionConfig, SessionState, StepRecord
+from mlx_parallm.training.records import (
+    Example,
+    MezoRecord,
+    SessionConfig,
+    SessionState,
+    StepRecord,
+)
 from mlx_parallm.training.start import StartParameters
 from mlx_parallm.types.errors import StorageError
-from mlx_parallm.types.training import Step
 
 logger = logging.getLogger(__name__)
 CONFIG, STATE, EXAMPLES = "config.json", "state.json", "examples.jsonl"
 STEPS, LOG = "steps.jsonl", "log.bin"
+# SEED_BYTES: of the log, for the seed of a step.
+SEED_BYTES = 8
 # CHUNK: records that are read at a time where all are read.
 CHUNK = 4096
 #: ``FACTORS``: first parameters that were measured or are an adapter's; no such file if drawn.
@@ -93,13 +100,11 @@ class SessionFiles:
         self.config = config
         self._folder = folder
         self._is_closed = False
-        settings = config.estimator
-        self._log_format = StepLog(
-            settings.num_directions,
-            lambda step: 1.0 - settings.rate(step) * settings.weight_decay,
-        )
+        self._kind = config.record_kind
+        self._log: _Appended | None = None
         with disk.storage_errors():
-            self._log = _Appended.opened(folder / LOG)
+            if config.estimator.log_bytes:
+                self._log = _Appended.opened(folder / LOG)
             self._steps = _Appended.opened(folder / STEPS)
             self._data_bytes = (folder / EXAMPLES).stat().st_size
             self._factor_bytes = _size(folder / FACTORS)
@@ -197,40 +202,37 @@ class SessionFiles:
 
     @property
     def num_steps(self) -> int:
-        """The number of steps in the log."""
+        """The number of steps that were made."""
         return len(self._begins)
 
     @property
     def num_bytes(self) -> int:
         """The size of the data and of what grows with the steps."""
-        return self._data_bytes + self._factor_bytes + self._log.size + self._steps.size
+        log = 0 if self._log is None else self._log.size
+        return self._data_bytes + self._factor_bytes + log + self._steps.size
 
-    def rounded(self, step: Step) -> Step:
-        """Return a step as the log has it."""
-        return self._log_format.rounded(step)
+    def append(self, record: StepRecord, logged: bytes = b"") -> None:
+        """Write the record of a step, and its part of the log, which begins with its seed.
 
-    def append(self, record: StepRecord, step: Step) -> None:
-        """Write a step and its record; nothing is written if the disk refuses one of them."""
+        Nothing is written if the disk refuses one of them.
+        """
         if self._is_closed:
             raise StorageError("The files of the session are closed.")
         begin = self._steps.size
         with disk.storage_errors():
             self._steps.append(dumped(record).encode() + b"\n")
             try:
-                self._log.append(self._log_format.record(step))
+                if self._log is not None:
+                    self._log.append(logged)
             except OSError:
                 self._steps.cut(begin)
                 raise
         self._begins.append(begin)
 
     def log(self) -> bytes:
-        """Return the log; see ``step_log``."""
+        """Return the log, whose parts are of one size; nothing without one."""
         with disk.storage_errors():
-            return self._log.read()
-
-    def steps(self, count: int | None = None) -> Sequence[Step]:
-        """Return the first steps of the log; all by default."""
-        return self._log_format.steps(self.log())[:count]
+            return b"" if self._log is None else self._log.read()
 
     def records(self, after: int = 0, limit: int | None = None) -> list[StepRecord]:
         """Return the records of steps with numbers above ``after``, oldest first."""
@@ -240,7 +242,7 @@ class SessionFiles:
         end = self._begins[last] if last < self.num_steps else self._steps.size
         with disk.storage_errors():
             content = self._steps.read(self._begins[after], end)
-        return [as_record(json.loads(line), StepRecord) for line in content.splitlines()]
+        return [as_record(json.loads(line), self._kind) for line in content.splitlines()]
 
     def all_records(self) -> Iterator[StepRecord]:
         """Yield the records of all steps, oldest first."""
@@ -267,26 +269,34 @@ class SessionFiles:
         while (end := content.find(b"\n", begin)) >= 0:
             self._begins.append(begin)
             begin = end + 1
-        size = self._log_format.record_bytes
-        count = min(len(self._begins), self._log.size // size)
+        size, log = self.config.estimator.log_bytes, self._log
+        count = len(self._begins) if log is None else min(len(self._begins), log.size // size)
         # After a power cut a file may end with zeros.
         while count and not self._is_whole(count - 1, content):
             count -= 1
         self._steps.cut(self._begins[count] if count < len(self._begins) else begin)
-        self._log.cut(count * size)
+        if log is not None:
+            log.cut(count * size)
         del self._begins[count:]
 
     def _is_whole(self, number: int, content: bytes) -> bool:
         """True if a line of ``content`` and the log have the same step, by its number from 0."""
-        size = self._log_format.record_bytes
-        (step,) = self._log_format.steps(self._log.read(number * size, (number + 1) * size))
         begin = self._begins[number]
         try:
             line = content[begin : content.index(b"\n", begin)]
-            record = as_record(json.loads(line), StepRecord)
+            record = as_record(json.loads(line), self._kind)
         except (ValueError, TypeError):
             return False
-        return (record.step, record.seed) == (number + 1, step.seed)
+        return record.step == number + 1 and self._is_logged(record, number)
+
+    def _is_logged(self, record: StepRecord, number: int) -> bool:
+        """True if the log has the seed of a step, or there is no log."""
+        if self._log is None or not isinstance(record, MezoRecord):
+            return True
+        begin = number * self.config.estimator.log_bytes
+        return self._log.read(begin, begin + SEED_BYTES) == record.seed.to_bytes(
+            SEED_BYTES, "little"
+        )
 
 
 @contextlib.contextmanager
@@ -319,43 +329,3 @@ def _remove(folder: Path) -> None:
 def _size(path: Path) -> int:
     """Return the size of a file in bytes; 0 if there is none."""
     return path.stat().st_size if path.is_file() else 0
-
-
-class StepLog:
-    """Reads and writes the records of one session."""
-
-    def __init__(self, num_directions: int, keep: Callable[[int], float]) -> None:
-        """Prepare.
-
-        Args:
-            num_directions: coefficients of a record.
-            keep: returns the factor of weight decay of a step, by its number from 0.
-        """
-        self._format = struct.Struct(f"<Q{num_directions}f")
-        self._keep = keep
-
-    @property
-    def record_bytes(self) -> int:
-        """The size of a record."""
-        return self._format.size
-
-    def record(self, step: Step) -> bytes:
-        """Return the bytes of a step."""
-        return self._format.pack(step.seed, *step.coefficients)
-
-    def rounded(self, step: Step) -> Step:
-        """Return the step as the log has it: with coefficients of float32."""
-        _, *coefficients = self._format.unpack(self.record(step))
-        return replace(step, coefficients=coefficients)
-
-    def steps(self, content: bytes) -> Sequence[Step]:
-        """Return the steps of a log; a record that was cut off at the end is ignored."""
-        return list(self._steps(content[: self.whole_bytes(content)]))
-
-    def whole_bytes(self, content: bytes) -> int:
-        """Return how many bytes of a log are whole records."""
-        return len(content) - len(content) % self._format.size
-
-    def _steps(self, content: bytes) -> Iterator[Step]:
-        for number, (seed, *coefficients) in enumerate(self._format.iter_unpack(content)):
-            yield Step(seed, coefficients, self._keep(number))

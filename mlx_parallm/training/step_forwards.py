@@ -35,6 +35,25 @@ class StepLosses:
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """The perturbations of a step.
+
+    Attributes:
+        seed: draws the directions.
+        num_directions: how many.
+        epsilon: the size of a perturbation.
+    """
+
+    seed: int = 0
+    num_directions: int = 1
+    epsilon: float = 0.0
+
+
+#: ``UNPERTURBED``: of forwards of the parameters as they are.
+UNPERTURBED = Draw()
+
+
+@dataclass(frozen=True, slots=True)
 class StepForwards:
     """The forwards of a step.
 
@@ -68,15 +87,12 @@ class StepForwards:
         now = Segment(None, 1, tuple(range(len(examples))))
         return cls.of(Mode.PAIRED, size, examples, (now,))
 
-    def ops(
-        self, config: SessionConfig, seed: int, epsilon: float, *, keeps: bool = True
-    ) -> list[PairForward]:
+    def ops(self, config: SessionConfig, draw: Draw, *, keeps: bool = True) -> list[PairForward]:
         """Return the forwards as ops.
 
         Args:
             config: of the session.
-            seed: draws the directions.
-            epsilon: the size of the perturbation.
+            draw: of the perturbations.
             keeps: see ``PairForward``.
         """
         return [
@@ -85,9 +101,9 @@ class StepForwards:
                 session=config.id,
                 inputs=[self.examples[row].input for row in part.rows],
                 segments=part.segments,
-                seed=seed,
-                num_directions=config.estimator.num_directions,
-                epsilon=epsilon,
+                seed=draw.seed,
+                num_directions=draw.num_directions,
+                epsilon=draw.epsilon,
                 keeps=keeps,
             )
             for part in self.parts

@@ -37,9 +37,9 @@ from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.kind import POOLING
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import EngineClient
-from mlx_parallm.training.copies import Copy
-from mlx_parallm.training.estimators import PAPER, EstimatorSettings, Sides
+from mlx_parallm.training.mezo.copies import Copy
 from mlx_parallm.training.records import Example, SessionConfig
+from mlx_parallm.training.settings import PAPER, MezoSettings, Sides
 from mlx_parallm.training.start import StartParameters
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError, NotFoundError
 from mlx_parallm.types.pooling import PoolingInput, Task
@@ -124,7 +124,7 @@ def _trainable(session: CreateSession) -> TrainableSpec:
     )
 
 
-def _estimator(body: EstimatorBody) -> EstimatorSettings:
+def _estimator(body: EstimatorBody) -> MezoSettings:
     """Return the settings; raise InvalidRequestError if weight decay would take more than all."""
     settings = _settings(body)
     if settings.learning_rate * settings.weight_decay > 1:
@@ -136,14 +136,14 @@ def _estimator(body: EstimatorBody) -> EstimatorSettings:
     return settings
 
 
-def _settings(body: EstimatorBody) -> EstimatorSettings:
+def _settings(body: EstimatorBody) -> MezoSettings:
     settings = {name: getattr(body, field) for name, field in ESTIMATOR_FIELDS.items()}
     if body.preset is None:
-        return EstimatorSettings(**settings)
+        return MezoSettings(**settings)
     was_set = body.model_fields_set
     chosen = {name: settings[name] for name, field in ESTIMATOR_FIELDS.items() if field in was_set}
     paper = {name: getattr(PAPER, name) for name in ESTIMATOR_FIELDS}
-    return EstimatorSettings(**(paper | chosen))
+    return MezoSettings(**(paper | chosen))
 
 
 def _check_batch(body: CreateSession, num_examples: int) -> None:

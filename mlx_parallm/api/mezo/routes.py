@@ -64,10 +64,10 @@ from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import EngineClient
-from mlx_parallm.training.estimators import StepChanges
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Example, StepRecord
 from mlx_parallm.training.service import TrainingService
+from mlx_parallm.training.settings import StepChanges
 from mlx_parallm.types.errors import ConflictError, InvalidRequestError, NotFoundError
 
 routes = Routes(SERVER, access=Access.ADMIN)

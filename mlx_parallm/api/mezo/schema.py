@@ -21,9 +21,9 @@ from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.http.forms import NullIsAbsent
 from mlx_parallm.api.rl.schema import RewardModel, RolloutRequest, Verifier
 from mlx_parallm.training.batches import BatchOrder
-from mlx_parallm.training.estimators import Sides
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Mode
+from mlx_parallm.training.settings import Sides
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import MAX_CHOICES
 from mlx_parallm.types.training import Distribution, FirstFactors

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_parallm.training.batches import Batches, BatchOrder, step_seed
+from mlx_parallm.training.batches import Batches, BatchOrder
+from mlx_parallm.training.mezo.estimator import step_seed
 
 LENGTHS = [3, 50, 4, 60, 5, 70, 6, 80, 7, 90, 8]
 

@@ -10,13 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.training.estimators import (
-    PAPER,
-    Estimator,
-    EstimatorSettings,
-    Sides,
-    StepChanges,
-)
+from mlx_parallm.training.mezo.estimator import Estimator
+from mlx_parallm.training.settings import PAPER, MezoSettings, Sides, StepChanges
 from mlx_parallm.types.training import Segment
 
 SIZE = 6
@@ -44,7 +39,7 @@ def measured(
 @pytest.mark.parametrize("sides", Sides)
 @pytest.mark.parametrize("splits_batch", [False, True])
 def test_slopes_are_projections_of_the_gradient(sides: Sides, splits_batch: bool) -> None:
-    settings = EstimatorSettings(sides=sides, num_directions=3, splits_batch=splits_batch)
+    settings = MezoSettings(sides=sides, num_directions=3, splits_batch=splits_batch)
     along = np.random.default_rng(0).choice([-1.0, 1.0], (3, SIZE))
     estimator = Estimator(settings)
     estimate = estimator.estimate(measured(estimator, linear, along, np.zeros(SIZE)))
@@ -54,7 +49,7 @@ def test_slopes_are_projections_of_the_gradient(sides: Sides, splits_batch: bool
 @pytest.mark.parametrize("sides", Sides)
 @pytest.mark.parametrize("normalises", [False, True])
 def test_steps_descend(sides: Sides, normalises: bool) -> None:
-    settings = EstimatorSettings(
+    settings = MezoSettings(
         sides=sides,
         num_directions=2,
         normalises=normalises,
@@ -85,7 +80,7 @@ def test_a_step_of_the_paper_is_algorithm_1() -> None:
 
 
 def test_parts_of_a_batch_are_equal_and_cover_it() -> None:
-    settings = EstimatorSettings(num_directions=2, splits_batch=True)
+    settings = MezoSettings(num_directions=2, splits_batch=True)
     segments = Estimator(settings).segments(4)
     assert segments == (
         Segment(0, 1, (0, 1)),
@@ -99,7 +94,7 @@ def test_parts_of_a_batch_are_equal_and_cover_it() -> None:
 
 
 def test_one_side_shares_the_copy_without_a_perturbation() -> None:
-    settings = EstimatorSettings(sides=Sides.ONE_SIDED, num_directions=3)
+    settings = MezoSettings(sides=Sides.ONE_SIDED, num_directions=3)
     segments = Estimator(settings).segments(2)
     assert [segment.direction for segment in segments] == [0, 1, 2, None]
     assert {segment.rows for segment in segments} == {(0, 1)}
@@ -112,7 +107,7 @@ def test_one_side_shares_the_copy_without_a_perturbation() -> None:
 def test_normalised_steps_do_not_depend_on_the_scale_of_the_loss(
     slopes: list[float], scale: float
 ) -> None:
-    settings = EstimatorSettings(num_directions=len(slopes), epsilon=0.5)
+    settings = MezoSettings(num_directions=len(slopes), epsilon=0.5)
     steps = []
     for factor in (1.0, scale):
         estimator = Estimator(settings)
@@ -123,7 +118,7 @@ def test_normalised_steps_do_not_depend_on_the_scale_of_the_loss(
 
 
 def test_an_interrupted_session_goes_on_as_if_it_had_not_been() -> None:
-    settings = EstimatorSettings()
+    settings = MezoSettings()
     whole = Estimator(settings)
     estimates = [whole.estimate([slope, 0.0]) for slope in (1.0, 0.1, 3.0)]
     steps = [whole.step(number, 0, estimate) for number, estimate in enumerate(estimates)]
@@ -134,7 +129,7 @@ def test_an_interrupted_session_goes_on_as_if_it_had_not_been() -> None:
 
 
 def test_the_learning_rate_falls_to_zero() -> None:
-    settings = EstimatorSettings(learning_rate=0.5, decay_steps=4, weight_decay=0.1)
+    settings = MezoSettings(learning_rate=0.5, decay_steps=4, weight_decay=0.1)
     assert [settings.rate(step) for step in (0, 2, 4, 9)] == [0.5, 0.25, 0.0, 0.0]
     estimator = Estimator(settings)
     estimate = estimator.estimate([1.0, 0.0])
@@ -143,7 +138,7 @@ def test_the_learning_rate_falls_to_zero() -> None:
 
 
 def test_a_step_has_settings_of_its_own() -> None:
-    settings = EstimatorSettings(learning_rate=0.5, weight_decay=0.1, normalises=False)
+    settings = MezoSettings(learning_rate=0.5, weight_decay=0.1, normalises=False)
     estimator, changes = Estimator(settings), StepChanges(epsilon=0.25, learning_rate=2.0)
     estimate = estimator.estimate([1.0, 0.0], changes)
     assert estimate.slopes == (2.0,)
@@ -153,13 +148,13 @@ def test_a_step_has_settings_of_its_own() -> None:
 
 
 def test_equal_losses_are_no_step() -> None:
-    estimator = Estimator(EstimatorSettings(num_directions=2))
+    estimator = Estimator(MezoSettings(num_directions=2))
     step = estimator.step(0, 0, estimator.estimate([1.0] * 4))
     assert step.coefficients == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_losses_that_are_no_numbers_are_noticed(wrong: float) -> None:
-    estimator = Estimator(EstimatorSettings())
+    estimator = Estimator(MezoSettings())
     assert estimator.estimate([1.0, 0.5]).is_finite
     assert not estimator.estimate([wrong, 0.5]).is_finite

@@ -7,8 +7,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.training.estimators import Estimator, EstimatorSettings, Sides
+from mlx_parallm.training.mezo.estimator import Estimator
 from mlx_parallm.training.micro_batches import MicroBatch, micro_batches, naive_batches
+from mlx_parallm.training.settings import MezoSettings, Sides
 from mlx_parallm.types.training import ForwardSize, Segment
 
 
@@ -35,7 +36,7 @@ def test_every_row_of_every_copy_is_computed_once(
     lengths: list[int], sides: Sides, directions: int, splits: bool, max_tokens: int, cost: int
 ) -> None:
     lengths = lengths[: len(lengths) // directions * directions]
-    settings = EstimatorSettings(sides=sides, num_directions=directions, splits_batch=splits)
+    settings = MezoSettings(sides=sides, num_directions=directions, splits_batch=splits)
     segments = Estimator(settings).segments(len(lengths))
     batches = micro_batches(lengths, segments, ForwardSize(max_tokens, cost))
     covered(batches, segments)
@@ -49,7 +50,7 @@ def test_every_row_of_every_copy_is_computed_once(
 
 
 def test_rows_of_like_lengths_share_a_forward() -> None:
-    segments = Estimator(EstimatorSettings()).segments(6)
+    segments = Estimator(MezoSettings()).segments(6)
     batches = micro_batches([10, 100, 11, 99, 12, 98], segments, ForwardSize(10_000, 32))
     assert [batch.rows for batch in batches] == [(1, 3, 5), (0, 2, 4)]
     assert sum(batch.num_tokens for batch in batches) == 2 * 3 * (100 + 12)
@@ -57,7 +58,7 @@ def test_rows_of_like_lengths_share_a_forward() -> None:
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=9), st.integers(0, 300))
 def test_no_other_cut_costs_less(lengths: list[int], cost: int) -> None:
-    segments = Estimator(EstimatorSettings()).segments(len(lengths))
+    segments = Estimator(MezoSettings()).segments(len(lengths))
     batches = micro_batches(lengths, segments, ForwardSize(10_000, cost))
     ordered = sorted(lengths, reverse=True)
     every = [
@@ -72,11 +73,11 @@ def test_no_other_cut_costs_less(lengths: list[int], cost: int) -> None:
 
 
 def test_a_costly_forward_is_not_divided() -> None:
-    segments = Estimator(EstimatorSettings()).segments(6)
+    segments = Estimator(MezoSettings()).segments(6)
     lengths = [10, 100, 11, 99, 12, 98]
     assert len(micro_batches(lengths, segments, ForwardSize(10_000, 2048))) == 1
 
 
 def test_naive_forwards_are_padded_to_the_longest() -> None:
-    segments = Estimator(EstimatorSettings()).segments(3)
+    segments = Estimator(MezoSettings()).segments(3)
     assert [batch.num_tokens for batch in naive_batches([10, 100, 10], segments)] == [300, 300]

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 import pytest
 
 from mlx_parallm.storage.records import as_record, dumped
-from mlx_parallm.training.records import Costs, Example, SessionConfig, SessionState, StepRecord
+from mlx_parallm.training.records import Costs, Example, MezoRecord, SessionConfig, SessionState
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import ChoiceInput
 from tests.unit.training.worker_sessions import CONFIG, EXAMPLES
@@ -41,7 +41,7 @@ def filled(hint: Any, default: Any = MISSING) -> Any:
     return hint(next(NUMBERS)) if hint in (int, str) else next(NUMBERS) + 0.5
 
 
-@pytest.mark.parametrize("kind", [SessionConfig, SessionState, StepRecord, Costs])
+@pytest.mark.parametrize("kind", [SessionConfig, SessionState, MezoRecord, Costs])
 def test_every_field_of_a_record_is_kept(kind: type[Any]) -> None:
     record = filled(kind)
     assert all(getattr(record, field.name) != field.default for field in fields(kind))
@@ -60,7 +60,7 @@ def test_every_field_of_an_example_is_kept(kind: type[Any]) -> None:
 
 
 def test_costs_are_added_field_by_field() -> None:
-    costs = [filled(Costs), filled(StepRecord)]
+    costs = [filled(Costs), filled(MezoRecord)]
     total = costs[0] + costs[1]
     for field in fields(Costs):
         assert getattr(total, field.name) == sum(getattr(cost, field.name) for cost in costs)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.training.estimators import EstimatorSettings
 from mlx_parallm.training.records import Example
 from mlx_parallm.training.service import TrainingService
 from mlx_parallm.training.session_files import LOG
+from mlx_parallm.training.settings import MezoSettings
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import TrainableSpec
 from mlx_parallm.worker.training_ops import (
@@ -95,7 +95,7 @@ async def test_a_rerun_under_other_traffic_has_the_same_log(tmp_path: Path) -> N
     train = WorkerTrain(tmp_path / "model")
     service = TrainingService(tmp_path / "sessions", train)
     service.start()
-    directions = EstimatorSettings(num_directions=3)
+    directions = MezoSettings(num_directions=3)
     quiet = await service.create(config_of(estimator=directions), EXAMPLES)
     compared = draw.sample(range(101), 10)
     before: dict[int, str] = {}

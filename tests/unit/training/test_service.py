@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from mlx_parallm.engine.policies import AdapterUpload
-from mlx_parallm.training.estimators import PAPER, EstimatorSettings, Sides
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Mode, Status
 from mlx_parallm.training.requests import TrainingRequest
@@ -23,6 +22,7 @@ from mlx_parallm.training.service import ASLEEP, MAX_ABORTED, MAX_LOST, Training
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.session_files import LOG, STEPS, SessionFiles, encoded
 from mlx_parallm.training.session_store import SessionLimits
+from mlx_parallm.training.settings import PAPER, MezoSettings, Sides
 from mlx_parallm.types.errors import (
     ConflictError,
     EngineDeadError,
@@ -47,7 +47,7 @@ from mlx_parallm.worker.training_ops import (
     PairForward,
 )
 from tests.encoder_folders import golden_arrays, read_golden, write_encoder
-from tests.unit.training.worker_sessions import CONFIG, EXAMPLES, WorkerTrain, config_of
+from tests.unit.training.worker_sessions import CONFIG, EXAMPLES, WorkerTrain, config_of, mezo
 
 Open = Callable[..., TrainingService]
 
@@ -97,22 +97,22 @@ async def test_steps_reduce_the_loss(opened: Open) -> None:
     assert after.loss < 0.8 * before.loss
 
 
-@pytest.mark.parametrize("estimator", [EstimatorSettings(), PAPER])
+@pytest.mark.parametrize("estimator", [MezoSettings(), PAPER])
 async def test_paired_losses_are_those_of_separate_forwards(
-    opened: Open, estimator: EstimatorSettings
+    opened: Open, estimator: MezoSettings
 ) -> None:
     service = opened()
     paired = await begin(service, estimator=estimator)
     naive = await begin(service, estimator=estimator, mode=Mode.NAIVE)
     for _ in range(20):
-        record, other = (await paired.step()).record, (await naive.step()).record
+        record, other = mezo((await paired.step()).record), mezo((await naive.step()).record)
         assert record.loss_plus == pytest.approx(other.loss_plus, abs=1e-5)
         assert record.loss_minus == pytest.approx(other.loss_minus, abs=1e-5)
         assert record.layer_tokens < other.layer_tokens == other.naive_layer_tokens
 
 
 async def test_a_learning_rate_of_0_changes_nothing(opened: Open) -> None:
-    session = await begin(opened(), estimator=EstimatorSettings(learning_rate=0.0))
+    session = await begin(opened(), estimator=MezoSettings(learning_rate=0.0))
     before = await digest(session)
     for _ in range(3):
         await session.step()
@@ -127,8 +127,18 @@ async def test_the_sum_of_the_hits_is_the_formula(opened: Open) -> None:
     assert (lookups, hits) == (50 * 4, 50 * 4 - len(EXAMPLES))
 
 
+async def test_an_evaluation_is_one_after_all_steps(opened: Open) -> None:
+    session = await begin(opened(), estimator=MezoSettings(learning_rate=1.0))
+    before = await session.evaluate(EXAMPLES)
+    await session.step()
+    after = await session.evaluate(EXAMPLES)
+    assert after != before
+    await session.weights()
+    assert await session.evaluate(EXAMPLES) == after
+
+
 async def test_an_evaluation_keeps_no_states(opened: Open) -> None:
-    session = await begin(opened(), estimator=EstimatorSettings(learning_rate=0.0))
+    session = await begin(opened(), estimator=MezoSettings(learning_rate=0.0))
     before = await session.evaluate(EXAMPLES)
     await session.step()
     assert (session.costs.lookups, session.costs.hits) == (4, 0)
@@ -152,7 +162,7 @@ async def test_a_later_process_goes_on_as_if_nothing_had_happened(
     assert [await digest(again, step) for step in range(8)] == expected
     more = [(await again.step()).record for _ in range(3)]
     # The other session was never interrupted, but for its process.
-    assert len({record.seed for record in more}) == 3
+    assert len({mezo(record).seed for record in more}) == 3
     assert again.num_steps == 10
 
 
@@ -291,7 +301,7 @@ async def test_a_loss_that_is_not_finite_makes_no_step(
 
 @pytest.mark.parametrize("rate", [1e45, 1e308])
 async def test_a_step_that_is_not_finite_is_refused(opened: Open, rate: float) -> None:
-    estimator = EstimatorSettings(learning_rate=rate, normalises=False)
+    estimator = MezoSettings(learning_rate=rate, normalises=False)
     service = opened()
     session = await begin(service, estimator=estimator)
     before = await digest(session)
@@ -318,7 +328,10 @@ async def test_a_full_disk_makes_no_step(opened: Open, monkeypatch: pytest.Monke
         await again.step()
     assert session.files.log() == again.files.log()
     losses = [
-        [(record.step, record.loss_plus, record.mean_square) for record in each.files.records()]
+        [
+            (record.step, record.loss_plus, record.mean_square)
+            for record in map(mezo, each.files.records())
+        ]
         for each in (session, again)
     ]
     assert losses[0] == losses[1]
@@ -723,7 +736,7 @@ async def test_steps_that_were_not_made_cannot_be_returned_to(opened: Open, step
 
 
 async def test_counted_errors_report_steps_without_a_gradient(opened: Open) -> None:
-    estimator = EstimatorSettings(epsilon=1e-6)
+    estimator = MezoSettings(epsilon=1e-6)
     session = await begin(opened(), estimator=estimator, measure=Measure.ERROR)
     before = await digest(session)
     for _ in range(3):
@@ -733,9 +746,9 @@ async def test_counted_errors_report_steps_without_a_gradient(opened: Open) -> N
 
 
 async def test_a_batch_of_the_caller_must_suit_the_directions(opened: Open) -> None:
-    estimator = EstimatorSettings(num_directions=2, splits_batch=True, sides=Sides.ONE_SIDED)
+    estimator = MezoSettings(num_directions=2, splits_batch=True, sides=Sides.ONE_SIDED)
     session = await begin(opened(), estimator=estimator)
-    record = (await session.step(EXAMPLES[:6])).record
+    record = mezo((await session.step(EXAMPLES[:6])).record)
     assert len(record.gradients) == 2
     with pytest.raises(InvalidRequestError, match="divided"):
         await session.step(EXAMPLES[:5])
@@ -752,12 +765,12 @@ async def test_sessions_run_side_by_side(opened: Open) -> None:
 
 async def test_f1_is_that_of_the_whole_batch_however_it_is_cut(opened: Open) -> None:
     service = opened()
-    settings = EstimatorSettings(epsilon=1.0, learning_rate=0.5)
+    settings = MezoSettings(epsilon=1.0, learning_rate=0.5)
     sessions = [
         await begin(service, measure=Measure.F1, estimator=settings, batch_size=8, **changes)
         for changes in ({}, {"max_tokens": 8}, {"mode": Mode.NAIVE})
     ]
-    whole, cut, naive = [[(await each.step()).record for _ in range(5)] for each in sessions]
+    whole, cut, naive = [[mezo((await each.step()).record) for _ in range(5)] for each in sessions]
     losses = [
         [(step.loss_plus, step.loss_minus) for step in steps] for steps in (whole, cut, naive)
     ]
@@ -773,7 +786,7 @@ async def test_copies_of_a_lost_engine_are_the_same(
     before = [copy.weights.digest for copy in await session.perturbed()]
     train.load(tmp_path / "model")
     assert [copy.weights.digest for copy in await session.perturbed()] == before
-    record = await session.learn([1.0, 0.5])
+    record = mezo(await session.learn([1.0, 0.5]))
     assert (record.step, record.loss_plus, record.loss_minus) == (1, 1.0, 0.5)
     after = [copy.weights.digest for copy in await session.perturbed()]
     assert not set(after) & set(before)

@@ -10,24 +10,26 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.training.records import SessionState, StepRecord
+from mlx_parallm.training.mezo.log import StepLog
+from mlx_parallm.training.records import MezoRecord, SessionState
 from mlx_parallm.training.session_files import CONFIG, LOG, STEPS, SessionFiles
 from mlx_parallm.types.errors import StorageError
 from mlx_parallm.types.training import Step
 from tests.unit.training.worker_sessions import config_of
 
 NUM_STEPS = 4
+LOG_FORMAT = StepLog(1, lambda _: 1.0)
 
 
-def record_of(step: int) -> StepRecord:
-    return StepRecord(
+def record_of(step: int) -> MezoRecord:
+    return MezoRecord(
         step=step, seed=step * 11, loss_plus=1.0, loss_minus=2.0, gradients=(0.5,), mean_square=0.1
     )
 
 
 def add_step(files: SessionFiles) -> None:
     record = record_of(files.num_steps + 1)
-    files.append(record, Step(record.seed, [record.step / 8]))
+    files.append(record, LOG_FORMAT.record(Step(record.seed, [record.step / 8])))
 
 
 def new_files(folder: Path) -> SessionFiles:
@@ -61,7 +63,7 @@ def test_steps_that_were_cut_anywhere_end_at_the_last_whole_one(folder: Path, na
         add_step(files)
         again = SessionFiles.open(copy)
         assert list(again.all_records()) == [record_of(step + 1) for step in range(whole + 1)]
-        assert again.steps()[-1] == Step((whole + 1) * 11, [(whole + 1) / 8])
+        assert LOG_FORMAT.steps(again.log())[-1] == Step((whole + 1) * 11, [(whole + 1) / 8])
 
 
 @pytest.mark.parametrize("name", [LOG, STEPS])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.training.session_files import StepLog
+from mlx_parallm.training.mezo.log import StepLog
 from mlx_parallm.types.training import Step
 
 steps = st.lists(

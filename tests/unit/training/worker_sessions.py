@@ -10,10 +10,10 @@ from typing import Any, cast
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.training.batches import BatchOrder
-from mlx_parallm.training.estimators import EstimatorSettings
 from mlx_parallm.training.objectives import Measure
-from mlx_parallm.training.records import Example, Mode, SessionConfig
+from mlx_parallm.training.records import Example, MezoRecord, Mode, SessionConfig, StepRecord
 from mlx_parallm.training.requests import TrainingRequest
+from mlx_parallm.training.settings import MezoSettings
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import TrainableSpec
 from mlx_parallm.worker.ops import Load, Op, Unload
@@ -34,7 +34,7 @@ CONFIG = SessionConfig(
     id="",
     model=MODEL,
     trainable=TrainableSpec(targets=("query", "value"), layers=(1,), rank=2, alpha=4.0),
-    estimator=EstimatorSettings(),
+    estimator=MezoSettings(),
     measure=Measure.CROSS_ENTROPY,
     objective={},
     batch_size=4,
@@ -49,6 +49,12 @@ CONFIG = SessionConfig(
 def config_of(**changes: Any) -> Callable[[str, int], SessionConfig]:
     """Return what makes a session's settings, with some that differ from ``CONFIG``."""
     return lambda name, time: replace(CONFIG, **changes, id=name, created_at=time)
+
+
+def mezo(record: StepRecord) -> MezoRecord:
+    """Return a record; check that it is of a step from losses."""
+    assert isinstance(record, MezoRecord)
+    return record
 
 
 def three_layers(folder: Path) -> Path:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from mlx_parallm.training.copies import ServedCopies
-from mlx_parallm.training.estimators import StepChanges
+from mlx_parallm.training.mezo.copies import ServedCopies
 from mlx_parallm.training.records import Example, SessionConfig
-from mlx_parallm.training.session import Session
+from mlx_parallm.training.settings import StepChanges
 from mlx_parallm.training.step_forwards import MadeStep, StepLosses
+
+if TYPE_CHECKING:
+    from mlx_parallm.training.session import Session
 
 T = TypeVar("T")
 

@@ -6,87 +6,16 @@ arXiv:2305.17333; with one side, FZOO, arXiv:2506.09034).
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
-from mlx_parallm.types.training import Distribution, Segment, Step
+from mlx_parallm.training.settings import AS_SET, MezoSettings, Sides, StepChanges
+from mlx_parallm.types.training import Segment, Step
 
 # DECAY: weight of earlier steps in the running mean of squared estimates.
 DECAY = 0.95
-
-
-class Sides(StrEnum):
-    """Where losses are measured along a direction.
-
-    two_sided: at both signs of the perturbation.
-    one_sided: at one sign, and once without a perturbation for all directions.
-    """
-
-    TWO_SIDED = "two_sided"
-    ONE_SIDED = "one_sided"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EstimatorSettings:
-    """Settings of a session's gradient estimates and of its steps.
-
-    Attributes:
-        sides: where losses are measured.
-        num_directions: directions of a step.
-        splits_batch: True if each direction is tried on its own part of the batch instead of on
-            the whole batch.
-        distribution: of the directions.
-        epsilon: the size of the perturbation.
-        learning_rate: of the first step. For normalised steps it is the root mean square by which
-            parameters change.
-        normalises: True to divide the estimates by their running root mean square.
-        decay_steps: steps in which the learning rate falls to 0, linearly; None: it stays.
-        weight_decay: share of the parameters that a step of learning rate 1 takes away.
-    """
-
-    sides: Sides = Sides.TWO_SIDED
-    num_directions: int = 1
-    splits_batch: bool = False
-    distribution: Distribution = Distribution.RADEMACHER
-    epsilon: float = 1e-2
-    learning_rate: float = 1e-2
-    normalises: bool = True
-    decay_steps: int | None = None
-    weight_decay: float = 0.0
-
-    def rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
-        if self.decay_steps is None:
-            return self.learning_rate
-        return self.learning_rate * max(0.0, 1.0 - step / self.decay_steps)
-
-
-#: ``PAPER``: Algorithm 1 of MeZO with the values for LoRA on RoBERTa-large; it trains both factors.
-PAPER = EstimatorSettings(
-    distribution=Distribution.GAUSSIAN, epsilon=1e-3, learning_rate=1e-4, normalises=False
-)
-
-
-@dataclass(frozen=True, slots=True)
-class StepChanges:
-    """The settings of one step that differ from the session's; None: as the session has it.
-
-    Attributes:
-        seed: draws its directions.
-        epsilon: the size of its perturbation.
-        learning_rate: in place of the session's at this step. Weight decay goes on by the
-            session's, because the log does not have it.
-    """
-
-    seed: int | None = None
-    epsilon: float | None = None
-    learning_rate: float | None = None
-
-
-#: ``AS_SET`` changes nothing.
-AS_SET = StepChanges()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +47,7 @@ class Estimator:
             session goes on as if it had not been interrupted.
     """
 
-    def __init__(self, settings: EstimatorSettings, mean_square: float | None = None) -> None:
+    def __init__(self, settings: MezoSettings, mean_square: float | None = None) -> None:
         self.settings = settings
         self.mean_square = mean_square
 
@@ -191,6 +120,12 @@ class Estimator:
                 "direction"
             )
         return [tuple(range(size * part, size * (part + 1))) for part in range(count)]
+
+
+def step_seed(seed: int, number: int) -> int:
+    """Return the seed of a step's directions, from 0 to 2**64 - 1."""
+    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")
 
 
 def _mean(values: Sequence[float]) -> float:
