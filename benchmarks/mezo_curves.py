@@ -37,9 +37,11 @@ from mlx_parallm.types.training import (
 )
 from mlx_parallm.worker.pooling.encoder_adapters import EncoderAdapters
 from mlx_parallm.worker.training.directions import Copies, Directions
+from mlx_parallm.worker.training.frozen_prefix import FrozenPrefix
+from mlx_parallm.worker.training.layer_choice import first_factors, trained_layers
 from mlx_parallm.worker.training.pair_forwards import PairForwards
 from mlx_parallm.worker.training.prefix_pool import PrefixPool
-from mlx_parallm.worker.training.sessions import TrainingSessions, first_factors, trained_layers
+from mlx_parallm.worker.training.sessions import TrainingSessions
 from mlx_parallm.worker.training.trainable import TrainableAdapter
 from mlx_parallm.worker.training_ops import (
     ApplySteps,
@@ -328,7 +330,8 @@ class _FirstOrder:
             scale=spec.alpha / spec.rank,
             trains_first=spec.trains_first,
         )
-        self._forwards = PairForwards(model, self._adapter, pool)
+        prefix = FrozenPrefix(model, self._adapter.layers, pool)
+        self._forwards = PairForwards(model, self._adapter, prefix)
         schedule = optim.linear_schedule(method.learning_rate, 0.0, method.steps)
         self._adam = optim.Adam(schedule)
 

@@ -43,7 +43,8 @@ from mlx_parallm.worker.generation.stock_forward import StockModel
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
-from mlx_parallm.worker.training.sessions import TrainingSessions, first_factors, trained_layers
+from mlx_parallm.worker.training.layer_choice import first_factors, trained_layers
+from mlx_parallm.worker.training.sessions import TrainingSessions
 from mlx_parallm.worker.training.trainable import TrainableAdapter
 from mlx_parallm.worker.training.trained_decoder import TrainedDecoder
 from mlx_parallm.worker.training.trained_model import TrainedModel

@@ -39,7 +39,8 @@ from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
-from mlx_parallm.types.request import GenerateRequest, Grammar, SamplingParams
+from mlx_parallm.types.grammar import Grammar
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.worker.weights.loader import LoadedModel, load_model
 from tests.builders.random_models import SHAPES, RandomModel, random_model
 

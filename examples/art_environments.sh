@@ -18,4 +18,4 @@ python=${PYTHON:-python3.12}
 "$folder/art/bin/python" -m pip install --quiet --no-deps "$repository"
 
 echo "The trainer runs with $folder/art/bin/python."
-echo "It names the server's interpreter: ServerConfig(python=\"$folder/server/bin/python\")."
+echo "The server's interpreter is named by MLX_PARALLM_PYTHON=$folder/server/bin/python."

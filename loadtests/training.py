@@ -1,7 +1,8 @@
 """Training sessions at full rate beside traffic, and what each of them loses.
 
 ``python -m loadtests.training`` serves the embedded models. Eight streams decode alone and beside
-a session, 16 clients ask for embeddings alone and beside it, and two sessions run at once. Phases
+a session, without and with 32 clients that act by a policy, 16 clients ask for embeddings alone
+and beside it, and two sessions run at once. Phases
 take turns, and each figure is a median over the rounds. The exit status is 0 if streams and
 embeddings keep their share of the time, sessions share theirs, and a session goes on beside
 streams.
@@ -21,9 +22,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx2
 
+from benchmarks import raw_clients
 from benchmarks.checks import Check, conclude
 from benchmarks.embedding_clients import figures_of, start_clients
 from benchmarks.measure import BenchmarkError, completion, with_model
@@ -34,7 +37,9 @@ from mlx_parallm.bench.statistics import chunk_gaps_s, percentile
 
 TIMEOUT_S = 120.0
 STREAMED, TRAINED, EMBEDDER = "mlx-parallm-demo", "demo:mlm", "demo:embed"
-NUM_STREAMS, NUM_CLIENTS = 8, 16
+POLICY = "demo:cartpole"
+ACT = {"model": POLICY, "observations": [[0.1, 0.2, -0.3, 0.4]]}
+NUM_STREAMS, NUM_CLIENTS, NUM_ACTORS = 8, 16, 32
 # STREAM_TOKENS: of one answer; a stream asks again until its time is over.
 STREAM_TOKENS = 400
 # LEAD_S: seconds in which costs are learned, before each measurement.
@@ -62,6 +67,8 @@ SESSION = {
 # NUM_VARIANTS: of each text that is embedded.
 NUM_VARIANTS = 2500
 MOST_GAPS, LEAST_EMBEDDINGS, MOST_APART = 2.0, 0.4, 1.1
+# LEAST_STEPS: of a session beside streams, with acts relative to without.
+LEAST_STEPS = 0.8
 #: ``Figures``: a round's figures by name.
 Figures = dict[str, float]
 
@@ -74,7 +81,7 @@ def main() -> int:
     args = parser.parse_args()
     # The rows of the sessions fit into their cache. Texts are hardly ever found in that of results,
     # because found ones cost nothing.
-    target = ["mlx_parallm", "serve", "--model", STREAMED, TRAINED, EMBEDDER]
+    target = ["mlx_parallm", "serve", "--model", STREAMED, TRAINED, EMBEDDER, POLICY]
     target += ["--result-cache-bytes", "2MiB", *shlex.split(args.server_options)]
     with tempfile.TemporaryDirectory() as folder:
         texts = Path(folder) / "texts.json"
@@ -84,7 +91,9 @@ def main() -> int:
         with running_server("mlx_parallm", [*target, *options], None) as server:
             with training(server, 1):
                 time.sleep(LEAD_S)
-            rounds = [measure_round(server, texts, args.seconds) for _ in range(args.rounds)]
+            act = Path(folder) / "act.json"
+            act.write_text(json.dumps(ACT))
+            rounds = [measure_round(server, texts, act, args.seconds) for _ in range(args.rounds)]
     return conclude("training", checks_of(rounds), {"rounds": rounds})
 
 
@@ -133,7 +142,7 @@ def training(server: Server, count: int) -> Iterator[Training]:
                 client.delete(path)
 
 
-def measure_round(server: Server, texts: Path, seconds: float) -> Figures:
+def measure_round(server: Server, texts: Path, act: Path, seconds: float) -> Figures:
     """Return the figures of one phase of each kind."""
     figures: Figures = {"load_average": os.getloadavg()[0]}
     gaps_ms = stream_gaps_ms(server, seconds)
@@ -150,6 +159,7 @@ def measure_round(server: Server, texts: Path, seconds: float) -> Figures:
         figures["steps_per_s_beside_streams"] = session.rates()[0]
         figures |= {"gap_p50_beside_ms": percentile(gaps_ms, 50)}
         figures |= {"gap_p99_beside_ms": percentile(gaps_ms, 99)}
+        figures |= beside_acts(server, session, act, seconds)
         session.begin()
         figures["texts_per_s_beside"] = texts_per_s(server, texts, seconds)
         figures["steps_per_s_beside_embeddings"] = session.rates()[0]
@@ -161,6 +171,21 @@ def measure_round(server: Server, texts: Path, seconds: float) -> Figures:
         figures["steps_apart"] = max(first, second) / min(first, second)
     print({name: round(value, 2) for name, value in figures.items()}, flush=True)
     return figures
+
+
+def beside_acts(server: Server, session: Training, act: Path, seconds: float) -> Figures:
+    """Return the steps of a session beside streams and clients that act."""
+    port = urlsplit(server.base_url).port
+    assert port is not None, "servers here have one"
+    options = ("--clients", NUM_ACTORS, "--seconds", seconds + LEAD_S)
+    actors = raw_clients.start_clients(port, "/v1/rl/act", act, *options)
+    session.begin()
+    stream_gaps_ms(server, seconds)
+    steps = session.rates()[0]
+    return {
+        "steps_per_s_beside_acts": steps,
+        "acts_per_s": raw_clients.figures_of(actors)["requests_per_s"],
+    }
 
 
 def texts_per_s(server: Server, texts: Path, seconds: float) -> float:
@@ -209,6 +234,7 @@ def checks_of(rounds: list[Figures]) -> list[Check]:
 
     gaps = ratio("gap_p99_beside_ms", "gap_p99_alone_ms")
     rate = ratio("texts_per_s_beside", "texts_per_s_alone")
+    acts = ratio("steps_per_s_beside_acts", "steps_per_s_beside_streams")
     return [
         Check("8 streams alone: gap p50, ms", median("gap_p50_alone_ms")),
         Check("8 streams alone: gap p99, ms", median("gap_p99_alone_ms")),
@@ -220,6 +246,9 @@ def checks_of(rounds: list[Figures]) -> list[Check]:
         Check("embeddings beside a session, share of alone", rate, ">=", LEAST_EMBEDDINGS),
         Check("a session alone: steps/s", median("steps_per_s_alone")),
         Check("a session beside 8 streams: steps/s", median("steps_per_s_beside_streams"), ">=", 1),
+        Check("a session beside 8 streams and acts: steps/s", median("steps_per_s_beside_acts")),
+        Check("acts beside both: a second", median("acts_per_s")),
+        Check("a session, with acts relative to without", acts, ">=", LEAST_STEPS),
         Check("a session beside embeddings: steps/s", median("steps_per_s_beside_embeddings")),
         Check("two sessions: steps of one over the other", median("steps_apart"), "<=", MOST_APART),
         Check("load average of the machine", median("load_average")),

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from mlx_parallm.llm import LLM
     from mlx_parallm.offline.beams import BeamSearchParams
     from mlx_parallm.types.beams import BeamParams
-    from mlx_parallm.types.request import SamplingParams, StructuredOutputsParams
+    from mlx_parallm.types.grammar import StructuredOutputsParams
+    from mlx_parallm.types.request import SamplingParams
 
 __all__ = ["LLM", "BeamParams", "BeamSearchParams", "SamplingParams", "StructuredOutputsParams"]
 __version__ = "0.1.0"
@@ -19,7 +20,7 @@ _HOMES = {
     "BeamParams": "mlx_parallm.types.beams",
     "BeamSearchParams": "mlx_parallm.offline.beams",
     "SamplingParams": "mlx_parallm.types.request",
-    "StructuredOutputsParams": "mlx_parallm.types.request",
+    "StructuredOutputsParams": "mlx_parallm.types.grammar",
 }
 
 

@@ -47,8 +47,9 @@ from mlx_parallm.offline.outputs import (
     ScoringRequestOutput,
 )
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.grammar import Grammar
 from mlx_parallm.types.pooling import Task
-from mlx_parallm.types.request import RAW_LOGPROBS, SLEEP_TAGS, Grammar, SamplingParams
+from mlx_parallm.types.request import RAW_LOGPROBS, SLEEP_TAGS, SamplingParams
 from mlx_parallm.worker.weights.hub import log_download, resolve_adapter
 
 if TYPE_CHECKING:

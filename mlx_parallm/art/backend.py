@@ -22,6 +22,7 @@ from mlx_parallm.art.config import DeviceConfig, ServerConfig
 from mlx_parallm.art.server import BackendError
 from mlx_parallm.art.serving import Address, ServedPolicy
 from mlx_parallm.confinement import is_spelled
+from mlx_parallm.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from art.types import TrainResult  # pyright: ignore[reportMissingImports]
@@ -45,6 +46,8 @@ class MLXParallmBackend:
         trainer: Trainer,
         *,
         path: str | Path = ".art",
+        inference_device: int | None = None,
+        training_devices: Sequence[int] | None = None,
         device_config: DeviceConfig | None = None,
         server_config: ServerConfig | None = None,
     ) -> None:
@@ -53,15 +56,21 @@ class MLXParallmBackend:
         Args:
             trainer: trains a step and writes its checkpoint.
             path: the folder of ART's projects.
+            inference_device: index of the server's device, short for a ``device_config``.
+            training_devices: indices of the trainer's devices, short for a ``device_config``.
             device_config: the devices of server and trainer; detected by default.
             server_config: how servers are started and updated.
+
+        Raises:
+            ConfigError: an index is none, or is named beside a ``device_config``.
         """
+        named = DeviceConfig(inference_device=inference_device, training_devices=training_devices)
+        if device_config is not None and named != DeviceConfig():
+            raise ConfigError("Name devices by device_config or by themselves, not by both.")
         self._trainer = trainer
         self._path = Path(path).resolve()
         self._config = server_config or ServerConfig()
-        self._devices = (device_config or DeviceConfig()).resolved(
-            num_engines=self._config.num_devices
-        )
+        self._devices = (device_config or named).resolved(num_engines=self._config.num_devices)
         self._policies: dict[Path, ServedPolicy] = {}
 
     async def __aenter__(self) -> Self:
@@ -169,7 +178,7 @@ class MLXParallmBackend:
                 step=step,
                 previous=previous,
                 target=target,
-                devices=self._devices.training_devices,
+                devices=self._devices.training,
                 options=options,
             )
             return await self._trainer(job)

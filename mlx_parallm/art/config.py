@@ -6,8 +6,8 @@ The names are those of the guide to ART's SGLang backend (OpenPipe/ART pull requ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from mlx_parallm.machine import count_cuda_devices
@@ -32,53 +32,82 @@ class WeightSync(StrEnum):
     RESTART = "restart"
 
 
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The indices of the devices of server and trainer, one for each engine or rank."""
+
+    inference: tuple[int, ...]
+    training: tuple[int, ...]
+
+    @property
+    def is_split(self) -> bool:
+        """True if the trainer uses none of the server's devices."""
+        return not set(self.inference).intersection(self.training)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
-    """The devices of server and trainer.
+    """The devices of server and trainer; those that it names are never replaced.
 
     Attributes:
         inference_device: index of the server's device; of its first one if it has several.
         training_devices: indices of the trainer's devices; shared mode if the server's is one.
-        auto_detect: choose by the number of devices: a single device (as on any Mac) is shared; of
-            several, the server gets the first and the trainer the others.
-        num_inference_devices: how many devices the server has: one for each of its engines or
-            ranks. The backend sets it to ``ServerConfig.num_devices``.
+        auto_detect: choose what is not named by the number of devices: a single device (as on any
+            Mac) is shared; of several, the server gets the first and the trainer the others.
+            False: 0 for the server and 1 for the trainer.
     """
 
-    inference_device: int = 0
-    training_devices: tuple[int, ...] = (1,)
+    inference_device: int | None = None
+    training_devices: Sequence[int] | None = None
     auto_detect: bool = True
-    num_inference_devices: int = 1
 
     def __post_init__(self) -> None:
-        if self.inference_device < 0 or any(index < 0 for index in self.training_devices):
-            raise ConfigError("Indices of devices must not be negative.")
-        if not self.training_devices:
-            raise ConfigError("training_devices must name at least one device.")
+        inference = [] if self.inference_device is None else [self.inference_device]
+        training = () if self.training_devices is None else _indices(self.training_devices)
+        for index in (*inference, *training):
+            # An index is checked as text of the configuration may be: "1" and True are none.
+            if type(index) is not int or index < 0:
+                raise ConfigError(f"Indices of devices are whole numbers from 0, not {index!r}.")
+        if self.training_devices is not None:
+            if not training:
+                raise ConfigError("training_devices must name at least one device.")
+            object.__setattr__(self, "training_devices", training)
 
-    def resolved(self, num_devices: int | None = None, *, num_engines: int = 1) -> DeviceConfig:
+    def resolved(self, num_devices: int | None = None, *, num_engines: int = 1) -> Devices:
         """Return the devices on this machine, for a server with ``num_engines``.
 
         None for ``num_devices`` counts them. If the engines leave none, the trainer shares the
         first.
         """
-        devices = replace(self, num_inference_devices=num_engines)
+        training = None if self.training_devices is None else tuple(self.training_devices)
         if not self.auto_detect:
-            return devices
+            return Devices(_span(self.inference_device or 0, num_engines), training or (1,))
         count = count_cuda_devices() if num_devices is None else num_devices
-        training = tuple(range(num_engines, count)) or (0,)
-        return replace(devices, inference_device=0, training_devices=training, auto_detect=False)
-
-    @property
-    def inference_devices(self) -> tuple[int, ...]:
-        """The indices of the server's devices."""
         first = self.inference_device
-        return tuple(range(first, first + self.num_inference_devices))
+        if first is None:
+            first = _first_free(count, num_engines, training or ())
+        inference = _span(first, num_engines)
+        others = tuple(index for index in range(count) if index not in inference)
+        return Devices(inference, training or others or (first,))
 
-    @property
-    def is_split(self) -> bool:
-        """True if the trainer uses none of the server's devices."""
-        return not set(self.inference_devices).intersection(self.training_devices)
+
+def _indices(devices: object) -> tuple[object, ...]:
+    """Return the indices of a sequence; a single index is refused by name."""
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise ConfigError(f"training_devices must be a list of indices, not {devices!r}.")
+    return tuple(devices)
+
+
+def _span(first: int, num_engines: int) -> tuple[int, ...]:
+    return tuple(range(first, first + num_engines))
+
+
+def _first_free(count: int, num_engines: int, training: Sequence[int]) -> int:
+    """Return where the server's devices begin: clear of the trainer's if possible, else at 0."""
+    starts = range(count - num_engines + 1)
+    return next(
+        (first for first in starts if not set(_span(first, num_engines)).intersection(training)), 0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +126,9 @@ class ServerConfig:
         tensor_parallel_size: processes that compute the model together, each on its own GPU; not
             beside several engines.
         server_timeout: most seconds for a start; None: ``start_timeout_s`` decides.
-        python: the interpreter of the server; None: the trainer's. ART and MLX need not be in the
-            same environment.
+        python: the interpreter of the server, as ART and MLX need not be in the same environment;
+            None: the variable ``MLX_PARALLM_PYTHON``, then ``.venv-mlx-parallm-server/bin/python``
+            in the current folder, then the trainer's.
         flags: further flags of ``mlx_parallm serve``.
     """
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 
-from mlx_parallm.art.config import DeviceConfig, ServerConfig, WeightSync
+from mlx_parallm.art.config import Devices, ServerConfig, WeightSync
+from mlx_parallm.art.interpreter import server_python
 from mlx_parallm.art.server import BackendError, CheckpointError, ManagedServer, UnservedStepError
 from mlx_parallm.client import RequestFailedError
 from mlx_parallm.client.transport import Transport
@@ -48,7 +49,7 @@ class ServedPolicy:
         base_model: str,
         folder: Path,
         config: ServerConfig,
-        devices: DeviceConfig,
+        devices: Devices,
     ) -> None:
         """Create the policy without starting a server.
 
@@ -194,6 +195,7 @@ class ServedPolicy:
         if step and folder is None:
             raise CheckpointError(f"There is no checkpoint of step {step} of {self.name}.")
         model_folder = folder if folder is not None and not is_adapter(folder) else None
+        python = await asyncio.to_thread(server_python, self._config.python, os.environ, Path.cwd())
         address = self._address
         key = address.api_key
         secrets = {"MLX_PARALLM_API_KEY": key} if key else {}
@@ -202,7 +204,7 @@ class ServedPolicy:
             host=address.host,
             port=address.port or 0,
             log=self._log,
-            python=self._config.python,
+            python=python,
             environment=secrets | self._visible_devices(),
             ranks=self._ranks(),
         )
@@ -230,7 +232,7 @@ class ServedPolicy:
         """Return the variables that hide other devices from the server; none on a Mac."""
         if not self._devices.is_split:
             return {}
-        return {VISIBLE: ",".join(map(str, self._devices.inference_devices))}
+        return {VISIBLE: ",".join(map(str, self._devices.inference))}
 
     def _ranks(self) -> list[dict[str, str]]:
         """Return the variables of each process that computes the model; one without any."""
@@ -238,7 +240,7 @@ class ServedPolicy:
         if size == 1:
             return [{}]
         if count_cuda_devices():
-            return nccl_ranks([str(index) for index in self._devices.inference_devices])
+            return nccl_ranks([str(index) for index in self._devices.inference])
         self._log.parent.mkdir(parents=True, exist_ok=True)
         return ring_ranks(size, self._log.parent)
 

@@ -10,8 +10,8 @@ from typing import Any
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.grammar import StructuredOutputsParams
 from mlx_parallm.types.json_values import is_mapping, is_sequence
-from mlx_parallm.types.request import StructuredOutputsParams
 
 # UNENFORCED: options of vLLM that a request may have only as they are by default.
 UNENFORCED = ("disable_additional_properties", "whitespace_pattern")

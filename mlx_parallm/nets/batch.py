@@ -66,17 +66,16 @@ def split(
 ) -> list[NetOutputs]:
     """Return each request's part of a batch's results."""
     timed = {spec.name for spec in signature.outputs if spec.has_time}
-    ends = np.cumsum([request.num_rows for request in requests])[:-1]
-    outputs = {name: np.split(array, ends) for name, array in results.outputs.items()}
-    states = {name: np.split(array, ends) for name, array in results.states.items()}
     parts: list[NetOutputs] = []
-    for place, request in enumerate(requests):
-        own = {name: arrays[place] for name, arrays in outputs.items()}
+    end = 0
+    for request in requests:
+        begin, end = end, end + request.num_rows
+        own = {name: array[begin:end] for name, array in results.outputs.items()}
         if signature.has_time and not has_time(signature, request):
             # All that a policy answers has time if its inputs have.
             shed = own if request.act is not None else timed
             own = {name: array[:, 0] if name in shed else array for name, array in own.items()}
-        after = {name: arrays[place] for name, arrays in states.items()}
+        after = {name: array[begin:end] for name, array in results.states.items()}
         parts.append(NetOutputs(outputs=own, states=after))
     return parts
 
@@ -126,16 +125,17 @@ def _episode_starts(requests: Sequence[NetRequest], times: int | None) -> np.nda
 def _act_rows(requests: Sequence[NetRequest], times: int | None) -> ActRows:
     acts = [request.act or ActParams() for request in requests]
     counts = [request.num_rows for request in requests]
-    seeds = [
-        np.stack([np.full(n, act.seed & 0xFFFFFFFF), np.arange(n)], axis=1).astype(np.uint32)
-        for act, n in zip(acts, counts, strict=True)
-    ]
+    num_rows = sum(counts)
+    seeds = np.empty((num_rows, 2), np.uint32)
+    seeds[:, 0] = np.repeat(np.array([act.seed & 0xFFFFFFFF for act in acts], np.uint32), counts)
+    # The row's number in its own request.
+    seeds[:, 1] = np.arange(num_rows) - np.repeat(np.cumsum([0, *counts[:-1]]), counts)
     mask = _optional(
         [act.action_mask for act in acts], counts, times, lambda shape, dtype: np.ones(shape, dtype)
     )
     actions = [act.actions for act in acts]
     return ActRows(
-        seeds=_joined(seeds),
+        seeds=seeds,
         is_deterministic=np.repeat([act.is_deterministic for act in acts], counts),
         action_mask=mask,
         actions=_optional(actions, counts, times, lambda shape, dtype: np.zeros(shape, dtype)),

@@ -184,7 +184,12 @@ class NetEngine(ServedEngine):
         self._cost.observe(num_rows, seconds)
         self._metrics.on_forward(len(requests), num_rows, seconds)
         parts = split(self._signature, requests, results)
-        events += [self._answer(row, part) for row, part in zip(rows, parts, strict=True)]
+        # One look at the whole batch suffices where all of it is finite.
+        is_any = self._signature.allows_non_finite or _is_finite(results)
+        events += [
+            self._answer(row, part, is_valid=is_any or _is_finite(part))
+            for row, part in zip(rows, parts, strict=True)
+        ]
         states = self._states
         self._metrics.on_states(len(states), states.num_bytes, states.num_dropped)
         return events
@@ -220,9 +225,9 @@ class NetEngine(ServedEngine):
             rows.append(_Row(request, kept))
         return rows
 
-    def _answer(self, row: _Row, part: NetOutputs) -> NetEvent | ErrorEvent:
+    def _answer(self, row: _Row, part: NetOutputs, *, is_valid: bool) -> NetEvent | ErrorEvent:
         request, use = row.request, row.request.sequence
-        if not self._signature.allows_non_finite and not _is_finite(part):
+        if not is_valid:
             error = StepError("The net's results have NaN or infinite values.")
             return ErrorEvent(request_id=request.request_id, error=error)
         version = self.policies.base.version.label
@@ -252,10 +257,14 @@ class NetEngine(ServedEngine):
 
 
 class ForwardCost:
-    """Predicts the seconds of a forward by its rows."""
+    """Predicts the seconds of a forward by its rows: the least of late ones.
 
-    #: The share of a prediction that the next sample keeps.
-    MEMORY = 0.8
+    A forward that others delayed, or that compiled, says little about the next one.
+    """
+
+    #: GROWTH: a prediction grows by it with each forward that took longer, so that a device that
+    #: stays slower is known after some forwards.
+    GROWTH = 1.05
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
@@ -269,12 +278,8 @@ class ForwardCost:
     def observe(self, num_rows: int, seconds: float) -> None:
         """Learn from a forward."""
         bucket = num_rows.bit_length()
-        before = self._seconds.get(bucket)
-        # The first forward of a size compiles.
-        if before is None or seconds < before:
-            self._seconds[bucket] = seconds
-        else:
-            self._seconds[bucket] += (1 - self.MEMORY) * (seconds - before)
+        before = self._seconds.get(bucket, math.inf)
+        self._seconds[bucket] = min(seconds, before * self.GROWTH)
 
 
 def _is_finite(part: NetOutputs) -> bool:

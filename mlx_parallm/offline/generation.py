@@ -24,7 +24,8 @@ from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.tokenizer.loaded import HubTokenizer
 from mlx_parallm.types.errors import InvalidRequestError, ParallmError
-from mlx_parallm.types.request import GenerateRequest, Grammar, SamplingParams
+from mlx_parallm.types.grammar import Grammar
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
 
 Prompt = str | Sequence[int]
 #: ``PromptMapping``: vLLM's form of a prompt, which may have images.

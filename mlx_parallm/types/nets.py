@@ -30,6 +30,21 @@ class Distribution(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Choices:
+    """Elements of a row, counted in its order, that must be whole numbers from 0 to below a count.
+
+    Attributes:
+        begin: the first element.
+        end: the element after the last one.
+        count: the number of choices.
+    """
+
+    begin: int
+    end: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A named tensor of a net.
 
@@ -38,13 +53,13 @@ class TensorSpec:
         dtype: NumPy's name, or "bfloat16", whose numbers are float32 in NumPy's arrays.
         shape: the rows, which are ``ANY``; then time, which is ``ANY`` too, if the tensor has it;
             then sizes.
-        num_choices: whole numbers must be from 0 to below it; None: they may be any.
+        choices: elements of a row, at each time, that may not be any numbers, in their order.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    num_choices: int | None = None
+    choices: tuple[Choices, ...] = ()
 
     @property
     def has_time(self) -> bool:
@@ -103,6 +118,7 @@ class NetSignature:
         allows_non_finite: True if inputs may have NaN and infinite numbers.
         tile_rows: rows that are computed at once, so that a row's bits do not depend on the others;
             None if they may, by 1e-6 at most.
+        device: "cpu" or "gpu", where it is computed; None before it is loaded.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -111,6 +127,7 @@ class NetSignature:
     policy: PolicySpec | None = None
     allows_non_finite: bool = False
     tile_rows: int | None = None
+    device: str | None = None
 
     @property
     def timed_input(self) -> TensorSpec | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from mlx_parallm.types.gradients import GradientForm
 from mlx_parallm.types.pooling import PoolingInput
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class TrainableInfo:
         shares_prompts: True if choices behind one prompt can share it; see ``ChoiceInput``.
         base: the SHA-256 of the model's weights, in hex.
         forwards: which forwards the device computes fast.
+        gradients: how they are computed; None if the session takes none.
     """
 
     paths: tuple[str, ...]
@@ -104,6 +106,7 @@ class TrainableInfo:
     shares_prompts: bool
     base: str
     forwards: ForwardSize
+    gradients: GradientForm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +119,18 @@ class ChoiceInput:
         averages: True if the result is the mean log-probability of a choice's tokens, instead of
             their sum.
         shares: True if a forward may compute the prompt once for all choices.
+        weights: a number of any sign for each token of each choice, which multiplies its
+            log-probability; empty: all are 1.
+        by_token: True if the result is the log-probability of each token of all choices, one
+            choice after the other, instead of a number for each choice.
     """
 
     token_ids: tuple[int, ...]
     choices: tuple[tuple[int, ...], ...]
     averages: bool = False
     shares: bool = False
+    weights: tuple[tuple[float, ...], ...] = ()
+    by_token: bool = False
 
     @property
     def is_shared(self) -> bool:

@@ -8,6 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.types.gradients import (
+    GradientResult,
+    LossSpec,
+    LossTarget,
+    OptimiserSettings,
+    TrainingArrays,
+)
 from mlx_parallm.types.training import (
     Distribution,
     PairResult,
@@ -39,6 +46,9 @@ class OpenTraining(Op[TrainableInfo]):
         factors: the first factors by path, float32 ``[rank, inputs]``; None: they are drawn.
         second: the second factors by path, float32 ``[rank, outputs]``; None: zeros.
         head: the parameters of a trained head by name, float32; None: the model's own.
+        takes_gradients: True if gradients are taken: it is tried with the samples how they can be
+            computed. InvalidRequestError is raised if the model has none.
+        state: parameters and moments to go on from; None: those of the beginning.
     """
 
     model: str
@@ -50,6 +60,8 @@ class OpenTraining(Op[TrainableInfo]):
     factors: Mapping[str, np.ndarray] | None = None
     second: Mapping[str, np.ndarray] | None = None
     head: Mapping[str, np.ndarray] | None = None
+    takes_gradients: bool = False
+    state: TrainingArrays | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +117,70 @@ class ApplySteps(Op[None]):
     model: str
     session: str
     steps: Sequence[TrainingStep]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientForward(Op[GradientResult]):
+    """Add the gradient of ``sum(losses) / divisor`` to the session's, and return the losses.
+
+    The session must take gradients. Gradients are added in the order of their ops. Beside streams
+    a stage is one layer, forwards or backwards; see ``GradientForm``.
+
+    Attributes:
+        model: the model.
+        session: the session.
+        inputs: of a micro-batch, naming no adapters; see ``LossKind.inputs_per_row``.
+        loss: the loss of a row.
+        targets: of each row.
+        divisor: of the summed losses, such as the number of rows or tokens of the whole step.
+        keeps: as in ``PairForward``.
+    """
+
+    model: str
+    session: str
+    inputs: Sequence[TrainingInput]
+    loss: LossSpec
+    targets: Sequence[LossTarget]
+    divisor: float
+    keeps: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyGradient(Op[float]):
+    """Change the parameters by the session's gradient, drop it, and return its unclipped norm.
+
+    Raises ConflictError if there is no gradient, or if it or the new parameters are not finite:
+    then the gradient is dropped, and nothing else changes.
+
+    Attributes:
+        model: the model.
+        session: the session.
+        number: of the step, from 1; it corrects the bias of the moments.
+        learning_rate: of this step.
+        settings: of the optimiser.
+    """
+
+    model: str
+    session: str
+    number: int
+    learning_rate: float
+    settings: OptimiserSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropGradient(Op[None]):
+    """Drop what was added to the session's gradient, because its step is not made."""
+
+    model: str
+    session: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadTraining(Op[TrainingArrays]):
+    """Return the session's parameters and moments; these are zeros before the first gradient."""
+
+    model: str
+    session: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

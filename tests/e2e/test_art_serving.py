@@ -10,7 +10,7 @@ import httpx2
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.art.config import DeviceConfig, ServerConfig, WeightSync
+from mlx_parallm.art.config import Devices, ServerConfig, WeightSync
 from mlx_parallm.art.server import CheckpointError, UnservedStepError
 from mlx_parallm.art.serving import EMBEDDED_MODEL, Address, ServedPolicy
 from mlx_parallm.client import RequestFailedError
@@ -20,11 +20,9 @@ from tests.adapter_files import save
 pytestmark = pytest.mark.slow
 
 KEY = "art-key"
-SHARED = DeviceConfig(inference_device=0, training_devices=(0,), auto_detect=False)
-SPLIT = DeviceConfig(inference_device=0, training_devices=(1,), auto_detect=False)
-SPLIT_OF_TWO = DeviceConfig(
-    inference_device=0, training_devices=(2,), auto_detect=False, num_inference_devices=2
-)
+SHARED = Devices(inference=(0,), training=(0,))
+SPLIT = Devices(inference=(0,), training=(1,))
+SPLIT_OF_TWO = Devices(inference=(0, 1), training=(2,))
 # A small context and one sequence at a time start faster.
 FLAGS = ("--max-num-seqs", "4", "--client-timeout", "0")
 NEVER_S = 1e6
@@ -47,7 +45,7 @@ class Trainee:
         self,
         folder: Path,
         method: WeightSync,
-        devices: DeviceConfig,
+        devices: Devices,
         num_engines: int = 1,
         num_ranks: int = 1,
     ) -> None:

@@ -15,8 +15,10 @@ from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import Distribution, Segment
 from mlx_parallm.worker.lora.adapter_store import AdapterStore
+from mlx_parallm.worker.pooling.encoder_adapters import EncoderAdapters
 from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
 from mlx_parallm.worker.training.directions import Copies, Directions
+from mlx_parallm.worker.training.frozen_prefix import FrozenPrefix
 from mlx_parallm.worker.training.pair_forwards import PairForwards
 from mlx_parallm.worker.training.prefix_pool import PrefixPool
 from mlx_parallm.worker.training.trainable import TrainableAdapter, TrainedLayer
@@ -38,6 +40,12 @@ def linear_paths(runner: EncoderRunner, layer: int) -> list[str]:
 
 def is_linear(module: object) -> bool:
     return "Linear" in type(module).__name__
+
+
+def pair_forwards(
+    model: EncoderAdapters, trainable: TrainableAdapter, pool: PrefixPool | None
+) -> PairForwards:
+    return PairForwards(model, trainable, FrozenPrefix(model, trainable.layers, pool))
 
 
 class Trained:
@@ -79,7 +87,7 @@ class Trained:
 
     def paired(self, pool: PrefixPool | None, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
         """Return the results of both copies, all in one forward."""
-        forwards = PairForwards(self.runner.adapters, self.trainable, pool)
+        forwards = pair_forwards(self.runner.adapters, self.trainable, pool)
         everything = range(len(inputs))
         return forwards.begin(inputs, [everything, everything], self.copies()).wait().results
 
@@ -144,7 +152,7 @@ def test_layers_whose_result_texts_share_are_refused(tmp_path: Path) -> None:
     first = {shared: mx.zeros([RANK, layer.num_inputs])}
     trainable = TrainableAdapter([layer], first, scale=SCALE, trains_first=False)
     with pytest.raises(InvalidRequestError, match="cannot be trained"):
-        PairForwards(trained.runner.adapters, trainable, None)
+        pair_forwards(trained.runner.adapters, trainable, None)
 
 
 def test_a_text_that_is_found_is_not_computed_again(tmp_path: Path) -> None:
@@ -165,7 +173,7 @@ def test_a_pool_without_room_changes_no_bit(tmp_path: Path) -> None:
 
 def test_copies_without_a_perturbation_give_the_same(tmp_path: Path) -> None:
     trained = Trained(tmp_path, "bert", layers="all", trains_first=False)
-    forwards = PairForwards(trained.runner.adapters, trained.trainable, None)
+    forwards = pair_forwards(trained.runner.adapters, trained.trainable, None)
     inputs = trained.inputs()
     everything = range(len(inputs))
     job = forwards.begin(inputs, [everything, everything], trained.copies(epsilon=0.0))
@@ -176,7 +184,7 @@ def test_copies_without_a_perturbation_give_the_same(tmp_path: Path) -> None:
 
 def test_segments_may_have_inputs_of_their_own(tmp_path: Path) -> None:
     trained = Trained(tmp_path, "bert", layers="last", trains_first=False)
-    forwards = PairForwards(trained.runner.adapters, trained.trainable, PrefixPool(1 << 20))
+    forwards = pair_forwards(trained.runner.adapters, trained.trainable, PrefixPool(1 << 20))
     inputs = trained.inputs(TEXTS[:4])
     plus, minus = trained.copies().value()
     copies = trained.copies(1, -1, -1)
@@ -193,7 +201,7 @@ def test_segments_may_have_inputs_of_their_own(tmp_path: Path) -> None:
 def test_a_pool_that_is_emptied_between_two_stages_changes_no_result(tmp_path: Path) -> None:
     trained = Trained(tmp_path, "bert", layers="last", trains_first=False)
     pool = PrefixPool(1 << 20)
-    forwards = PairForwards(trained.runner.adapters, trained.trainable, pool)
+    forwards = pair_forwards(trained.runner.adapters, trained.trainable, pool)
     inputs, everything = trained.inputs(TEXTS[:4]), [range(4), range(4)]
     expected = forwards.begin(inputs[:2], [range(2)] * 2, trained.copies()).wait().results
     job = forwards.begin(inputs, everything, trained.copies())

@@ -15,7 +15,7 @@ from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.request import Grammar
+from mlx_parallm.types.grammar import Grammar
 from mlx_parallm.types.step import ScheduledBatch, ScheduledSequence
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout

@@ -26,7 +26,7 @@ from mlx_parallm.worker.ops import (
 )
 from mlx_parallm.worker.pooling.loading import PoolingLoader
 from mlx_parallm.worker.pooling.plan import PoolingSpec
-from mlx_parallm.worker.training.pair_forwards import PairForwards
+from mlx_parallm.worker.training.frozen_prefix import FrozenPrefix
 from mlx_parallm.worker.training.sessions import TrainingSessions
 from mlx_parallm.worker.training_ops import (
     ApplySteps,
@@ -302,8 +302,8 @@ def test_a_prefix_is_kept_only_if_that_changes_no_bit(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert open_session(worker, samples=INPUTS).keeps_prefix
-    exact = PairForwards._computed
-    monkeypatch.setattr(PairForwards, "_computed", lambda *args: exact(*args) + 1e-3)
+    exact = FrozenPrefix.computed
+    monkeypatch.setattr(FrozenPrefix, "computed", lambda *args: exact(*args) + 1e-3)
     assert not open_session(worker, samples=INPUTS).keeps_prefix
 
 

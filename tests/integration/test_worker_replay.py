@@ -34,6 +34,7 @@ from mlx_parallm.generation.scheduler.step_cost import StageCost
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
 from mlx_parallm.images.processor import host_array
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.grammar import Grammar
 from mlx_parallm.types.model_input import (
     FEATURE,
     TOKEN_IDS,
@@ -44,13 +45,7 @@ from mlx_parallm.types.model_input import (
     source_of,
 )
 from mlx_parallm.types.pooling import PoolingInput, PoolRequest
-from mlx_parallm.types.request import (
-    INPUT_TOKEN,
-    SLEEP_TAGS,
-    GenerateRequest,
-    Grammar,
-    SamplingParams,
-)
+from mlx_parallm.types.request import INPUT_TOKEN, SLEEP_TAGS, GenerateRequest, SamplingParams
 from mlx_parallm.types.step import Moves, ScheduledBatch, StepOutput
 from mlx_parallm.worker.generation.load.plan import GenerationPlan
 from mlx_parallm.worker.lora import adapter_store

@@ -137,20 +137,24 @@ class HeldBody:
     """One request's body, which counts among those that its client has here.
 
     Attributes:
-        max_size: most bytes of it.
         is_whole: True once all of it was received.
     """
 
     def __init__(self, scope: Scope, held: Holding, config: ServerConfig) -> None:
-        limit = facts_of(scope).body_limit
-        self.max_size = _max_size(scope, limit, config)
-        self._hint = limit.hint
+        self._scope, self._config = scope, config
+        self._limit = facts_of(scope).body_limit
+        self._plain_size = self._limit.size(config)
         declared = Headers(scope=scope).get("content-length", "0")
         self._declared_size = int(declared) if declared.isdecimal() else 0
         self._held = held
         self._timeout_s = config.client_timeout_s
         self.is_whole = False
         self._begin_s = asyncio.get_running_loop().time()
+
+    @property
+    def max_size(self) -> int:
+        """The most bytes of it."""
+        return _max_size(self._scope, self._limit, self._config)
 
     async def receive(self, receive: Receive) -> Message:
         """Return the next message; once the body is whole, there is no limit any more."""
@@ -187,9 +191,10 @@ class HeldBody:
         self._check_size(self._held.amount)
 
     def _check_size(self, size: int) -> None:
-        if size > self.max_size:
+        # Few bodies are so large that it matters whether a model takes images.
+        if size > self._plain_size and size > self.max_size:
             raise RequestTooLargeError(
-                f"The body is larger than {self.max_size} bytes.{self._hint}"
+                f"The body is larger than {self.max_size} bytes.{self._limit.hint}"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,15 +124,23 @@ def _checked(
     array = cast(array, spec.dtype, where)
     if not signature.allows_non_finite:
         check_finite(array, where)
-    if spec.num_choices is not None and not _are_choices(array, spec.num_choices):
-        raise refused(where, f"has a number that is not one of 0 to {spec.num_choices - 1}")
+    _check_choices(array, spec, where)
     return array
 
 
-def _are_choices(array: np.ndarray, count: int) -> bool:
-    """True if all numbers are whole ones from 0 to below a count."""
-    is_within = ((array >= 0) & (array < count)).all()
-    return bool(is_within and (array.dtype.kind != "f" or not (array % 1).any()))
+def _check_choices(array: np.ndarray, spec: TensorSpec, where: str) -> None:
+    """Refuse numbers for which a table has no row, or a new dimension no place."""
+    rows = array.reshape(-1, math.prod(spec.shape[1 + spec.has_time :]))
+    for choices in spec.choices:
+        part = rows[:, choices.begin : choices.end]
+        is_wrong = (part < 0) | (part >= choices.count)
+        if is_wrong.any():
+            row, place = np.argwhere(is_wrong)[0]
+            raise refused(
+                where,
+                f"has {part[row, place]} as element {choices.begin + place} of a row, which may be "
+                f"one of 0 to {choices.count - 1}",
+            )
 
 
 def fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:

@@ -69,7 +69,17 @@ def _of_numbers(value: Any, where: str) -> np.ndarray:
         raise refused(where, "has lists of different lengths") from None
     if array.dtype.kind not in NUMBERS:
         raise refused(where, "has something that is not a number, or an integer of over 64 bits")
-    return array
+    return _whole(value, array) if array.dtype.kind == "f" else array
+
+
+def _whole(value: Any, floats: np.ndarray) -> np.ndarray:
+    """Return integers beside which there are some of ``2**63`` and more, which NumPy rounds."""
+    if not floats.size or not floats.max() >= 2**63:
+        return floats
+    numbers = np.asarray(value, object)
+    if not all(isinstance(number, int) and number >= 0 for number in numbers.flat):
+        return floats
+    return numbers.astype(np.uint64)
 
 
 def _stacked(values: list[Any], where: str) -> np.ndarray:

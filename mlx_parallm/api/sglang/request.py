@@ -16,8 +16,9 @@ from mlx_parallm.api.sglang.schema import (
 from mlx_parallm.api.turns.fields import sampling_params
 from mlx_parallm.api.turns.images import ImageSource, named_sources
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.grammar import Grammar
 from mlx_parallm.types.json_values import is_list
-from mlx_parallm.types.request import Grammar, SamplingParams
+from mlx_parallm.types.request import SamplingParams
 
 _OWN_NAMES = {
     "max_tokens": "max_new_tokens",

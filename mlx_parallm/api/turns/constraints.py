@@ -21,8 +21,8 @@ from mlx_parallm.parsing.forced import ForcedCalls, forced_calls
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.strict import strict_calls
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.grammar import Grammar
 from mlx_parallm.types.json_values import is_mapping
-from mlx_parallm.types.request import Grammar
 
 # Where a body of the Responses API has its format: a field within a field.
 TEXT_FORMAT = "text.format"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 from typing_extensions import override
 
 from mlx_parallm.models.nets.fields import Fields
-from mlx_parallm.models.nets.layer import Layer, Parameter, TensorForm
+from mlx_parallm.models.nets.layer import Layer, Parameter, TensorForm, pieces
+from mlx_parallm.types.nets import Choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,12 @@ class Flatten(Layer):
         tensor = self.single(inputs)
         return replace(tensor, sizes=(math.prod(tensor.sizes),))
 
+    @override
+    def choices_before(
+        self, choices: Sequence[Choices], inputs: Sequence[TensorForm]
+    ) -> Iterator[tuple[str, Choices]]:
+        return ((self.inputs[0], each) for each in choices)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice(Layer):
@@ -77,8 +84,15 @@ class Slice(Layer):
         if not tensor.sizes or self.stop > tensor.sizes[-1]:
             self.refuse(f"{self.inputs[0]!r} has sizes {list(tensor.sizes)}; stop is {self.stop}")
         sizes = (*tensor.sizes[:-1], self.stop - self.start)
-        # Other slices of the input may have more choices.
-        return replace(tensor, sizes=sizes, sources=frozenset())
+        return replace(tensor, sizes=sizes)
+
+    @override
+    def choices_before(
+        self, choices: Sequence[Choices], inputs: Sequence[TensorForm]
+    ) -> Iterator[tuple[str, Choices]]:
+        width = inputs[0].sizes[-1]
+        for piece in pieces(choices, [self.stop - self.start]):
+            yield self.inputs[0], piece.choices(width, self.start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +125,14 @@ class Concat(_Joint):
             self.refuse(f"its inputs have sizes {_sizes(inputs)}; all but the last must agree")
         last = sum(tensor.sizes[-1] for tensor in inputs)
         return self._joined(inputs, (*inputs[0].sizes[:-1], last))
+
+    @override
+    def choices_before(
+        self, choices: Sequence[Choices], inputs: Sequence[TensorForm]
+    ) -> Iterator[tuple[str, Choices]]:
+        widths = [tensor.sizes[-1] for tensor in inputs]
+        for piece in pieces(choices, widths):
+            yield self.inputs[piece.part], piece.choices(widths[piece.part])
 
 
 class Add(_Joint):

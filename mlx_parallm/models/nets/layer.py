@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NoReturn, Self
 
 from mlx_parallm.models.nets.fields import Fields
 from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.types.nets import Choices
 
 #: ``MAX_ROW_SIZE``, ``MAX_RANK``: the most numbers, and dimensions, of a row at one time.
 MAX_ROW_SIZE = 1 << 22
@@ -25,14 +28,13 @@ class TensorForm:
     Attributes:
         sizes: its shape after the rows, and after time if it has that.
         has_time: True if its second dimension is time.
-        is_integer: True if it has whole numbers or booleans.
-        sources: the inputs whose numbers it has unchanged, for whole numbers.
+        is_integer: True if it has whole numbers or booleans. Every layer that makes such a tensor
+            has ``choices_before``.
     """
 
     sizes: tuple[int, ...]
     has_time: bool = False
     is_integer: bool = False
-    sources: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,19 @@ class Layer:
         """The number of values that its inputs may have, from 0; None if that is not limited."""
         return None
 
+    def choices_before(
+        self, choices: Sequence[Choices], inputs: Sequence[TensorForm]
+    ) -> Iterator[tuple[str, Choices]]:
+        """Yield the choices of the inputs' elements, each with the name of the input.
+
+        Args:
+            choices: of the output's elements; there are none unless it has whole numbers.
+            inputs: the forms of the inputs.
+        """
+        if self.num_choices is not None:
+            yield self.inputs[0], Choices(0, math.prod(inputs[0].sizes), self.num_choices)
+        assert not choices, f"{type(self).__name__} does not hand whole numbers on"
+
     def refuse(self, text: str) -> NoReturn:
         """Raise ModelLoadError, which names the layer."""
         raise ModelLoadError(f"config.json: layer {self.name!r}: {text}")
@@ -127,6 +142,43 @@ class Layer:
         if fault := size_fault(sizes):
             self.refuse(fault)
         return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of a range that are in one row of the last dimension, and in one part of it.
+
+    Attributes:
+        part: the place of the part.
+        row: the place of the row.
+        column: the first element's place in the part.
+        size: the number of elements.
+        count: see ``Choices``.
+    """
+
+    part: int
+    row: int
+    column: int
+    size: int
+    count: int
+
+    def choices(self, width: int, begin: int = 0) -> Choices:
+        """Return the range where a row has a width, and the part begins at a place there."""
+        first = self.row * width + begin + self.column
+        return Choices(first, first + self.size, self.count)
+
+
+def pieces(choices: Iterable[Choices], widths: Sequence[int]) -> Iterator[Piece]:
+    """Yield the pieces of ranges; ``widths`` are those of the parts of the last dimension."""
+    ends = list(accumulate(widths))
+    for each in choices:
+        begin = each.begin
+        while begin < each.end:
+            row, column = divmod(begin, ends[-1])
+            part = bisect_right(ends, column)
+            size = min(ends[part] - column, each.end - begin)
+            yield Piece(part, row, column - ends[part] + widths[part], size, each.count)
+            begin += size
 
 
 def size_fault(sizes: tuple[int, ...]) -> str | None:

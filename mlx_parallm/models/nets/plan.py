@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mlx_parallm.models.nets.arrangement import (
     OneHot,
     Slice,
 )
+from mlx_parallm.models.nets.choices import with_choices
 from mlx_parallm.models.nets.dense import (
     AvgPool2d,
     Conv2d,
@@ -93,12 +95,14 @@ class NetPlan:
         layers: in the order of computation.
         sources: the input or layer of each output, by the output's name.
         ranks: the number of dimensions after rows and time of each input and layer.
+        num_products: multiplications with weights for one row at one time.
     """
 
     signature: NetSignature
     layers: tuple[Layer, ...]
     sources: Mapping[str, str]
     ranks: Mapping[str, int]
+    num_products: int
 
     @property
     def parameters(self) -> dict[str, Parameter]:
@@ -196,14 +200,28 @@ def parse_net(content: Mapping[str, Any]) -> NetPlan:
         output_forms = {name: forms[source] for name, source in sources.items()}
         policy = read_policy(fields.object("policy"), output_forms)
     signature = NetSignature(
-        inputs=_with_choices(inputs, layers, forms),
+        inputs=with_choices(inputs, layers, forms),
         outputs=outputs,
         states=_states(layers),
         policy=policy,
         allows_non_finite=fields.flag("allow_non_finite", False),
     )
     ranks = {name: len(form.sizes) for name, form in forms.items()}
-    return NetPlan(signature=signature, layers=layers, sources=sources, ranks=ranks)
+    return NetPlan(
+        signature=signature,
+        layers=layers,
+        sources=sources,
+        ranks=ranks,
+        num_products=sum(_num_products(layer, forms[layer.name]) for layer in layers),
+    )
+
+
+def _num_products(layer: Layer, output: TensorForm) -> int:
+    """Return the products of a layer's matrices for a row; a convolution has one at each place."""
+    if isinstance(layer, Embedding):
+        return 0
+    shapes = [each.shape for each in layer.parameters.values() if len(each.shape) > 1]
+    return sum(math.prod(shape) * max(1, math.prod(output.sizes) // shape[0]) for shape in shapes)
 
 
 def _tensor(fields: Fields, dtypes: tuple[str, ...]) -> TensorSpec:
@@ -231,12 +249,10 @@ def _input(fields: Fields) -> TensorSpec:
 
 
 def _input_form(spec: TensorSpec) -> TensorForm:
-    is_integer = spec.dtype in INTEGERS
     return TensorForm(
         sizes=spec.shape[1 + spec.has_time :],
         has_time=spec.has_time,
-        is_integer=is_integer,
-        sources=frozenset([spec.name]) if is_integer else frozenset(),
+        is_integer=spec.dtype in INTEGERS,
     )
 
 
@@ -311,16 +327,3 @@ def _states(layers: tuple[Layer, ...]) -> tuple[TensorSpec, ...]:
         for layer in layers
         for part, sizes in layer.states.items()
     )
-
-
-def _with_choices(
-    inputs: tuple[TensorSpec, ...], layers: tuple[Layer, ...], forms: Mapping[str, TensorForm]
-) -> tuple[TensorSpec, ...]:
-    """Return the inputs with the numbers of choices that the layers know."""
-    limits: dict[str, int] = {}
-    for layer in layers:
-        if layer.num_choices is None:
-            continue
-        for source in forms[layer.inputs[0]].sources:
-            limits[source] = min(layer.num_choices, limits.get(source, layer.num_choices))
-    return tuple(replace(spec, num_choices=limits.get(spec.name)) for spec in inputs)

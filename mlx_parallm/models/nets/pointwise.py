@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Self
@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from mlx_parallm.models.nets.fields import Fields
 from mlx_parallm.models.nets.layer import Layer, Parameter, TensorForm
+from mlx_parallm.types.nets import Choices
 
 
 class Function(StrEnum):
@@ -72,6 +73,13 @@ class Activation(Layer):
         if is_over_features and not tensor.sizes:
             self.refuse(f"{self.inputs[0]!r} has no dimension besides its rows")
         return tensor
+
+    @override
+    def choices_before(
+        self, choices: Sequence[Choices], inputs: Sequence[TensorForm]
+    ) -> Iterator[tuple[str, Choices]]:
+        assert not choices or self.function is Function.IDENTITY, "others take no whole numbers"
+        return ((self.inputs[0], each) for each in choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,7 +120,8 @@ class RowSwitchLinear(SwitchLinear):
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """Return what ``SwitchLinear`` returns."""
         weight = self["weight"]
-        if sorted_indices and serves(x, indices, weight):
+        # The kernel has no gradient.
+        if sorted_indices and not self.training and serves(x, indices, weight):
             kernel: ExpertKernel = self["_kernel"]
             return kernel(x, indices, weight)
         return super().__call__(x, indices, sorted_indices=sorted_indices)

@@ -4,7 +4,8 @@ A linear layer of MLX runs four operations on ``[T, 1, K]``: it transposes the w
 rows, multiplies, and restores the shape. Three of them only make views, but each costs the host a
 third of a small kernel. Layers that read the same input, such as those of queries, keys and values,
 are multiplied at once: the first layer called computes the outputs of all. See
-``docs/decisions/013-linear-layers-of-rows.md``.
+``docs/decisions/013-linear-layers-of-rows.md``. In training mode layers are MLX's own: the kernel
+has no gradient.
 """
 
 from __future__ import annotations
@@ -165,7 +166,9 @@ class RowLinear(nn.Linear):
     def __call__(self, x: mx.array) -> mx.array:
         """Return what ``nn.Linear`` returns."""
         product: RowProduct = self["_product"]
-        return product.take(self["_index"], x) if product.serves(x) else super().__call__(x)
+        if self.training or not product.serves(x):
+            return super().__call__(x)
+        return product.take(self["_index"], x)
 
 
 class RowQuantizedLinear(nn.QuantizedLinear):
@@ -178,7 +181,7 @@ class RowQuantizedLinear(nn.QuantizedLinear):
     def __call__(self, x: mx.array) -> mx.array:
         """Return what ``nn.QuantizedLinear`` returns."""
         product: RowProduct | None = self.get("_product")
-        if product is not None and product.serves(x):
+        if product is not None and not self.training and product.serves(x):
             return product.take(self["_index"], x)
         return _flat(super().__call__, x)
 
@@ -189,7 +192,9 @@ class RowEmbedding(nn.Embedding):
     def as_linear(self, x: mx.array) -> mx.array:
         """Return what ``nn.Embedding.as_linear`` returns."""
         product: RowProduct = self["_product"]
-        return product.take(0, x) if product.serves(x) else super().as_linear(x)
+        if self.training or not product.serves(x):
+            return super().as_linear(x)
+        return product.take(0, x)
 
 
 class RowQuantizedEmbedding(nn.QuantizedEmbedding):
@@ -198,7 +203,7 @@ class RowQuantizedEmbedding(nn.QuantizedEmbedding):
     def as_linear(self, x: mx.array) -> mx.array:
         """Return what ``nn.QuantizedEmbedding.as_linear`` returns."""
         product: RowProduct | None = self.get("_product")
-        if product is not None and product.serves(x):
+        if product is not None and not self.training and product.serves(x):
             return product.take(0, x)
         return _flat(super().as_linear, x)
 
@@ -217,7 +222,7 @@ def part_of(layer: nn.Module, call: Callable[[mx.array], mx.array], x: mx.array)
     ``call`` computes the output of a layer without a ``RowProduct``.
     """
     product: RowProduct | None = layer.get("_product")
-    if product is not None and product.serves(x):
+    if product is not None and not layer.training and product.serves(x):
         return product.take_part(layer["_index"], x)
     return _own_part(call(x))
 

@@ -28,7 +28,8 @@ class RowConvolution(nn.Conv1d):
     def __call__(self, x: mx.array) -> mx.array:
         """Return what ``nn.Conv1d`` returns."""
         weight = self["weight"]
-        if x.dtype != weight.dtype or x.shape[1] < weight.shape[1]:
+        # The kernel has no gradient.
+        if self.training or x.dtype != weight.dtype or x.shape[1] < weight.shape[1]:
             return super().__call__(x)
         kernel: ConvolutionKernel = self["_kernel"]
         y = kernel(x, weight)

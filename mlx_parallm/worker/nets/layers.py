@@ -129,8 +129,7 @@ def _linear(layer: Linear, parts: Arrays, arrays: Sequence[mx.array], _: int) ->
 
 
 def _embedding(layer: Embedding, parts: Arrays, arrays: Sequence[mx.array], _: int) -> mx.array:
-    # A number beyond the table would read foreign memory. The signature has its limit, but slices
-    # and sums of inputs are not followed there.
+    # A number beyond the table would read foreign memory. Requests of clients are refused before.
     rows = mx.clip(arrays[0].astype(mx.int64), 0, layer.num_embeddings - 1)
     return parts["weight"][rows]
 

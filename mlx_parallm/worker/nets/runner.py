@@ -32,6 +32,10 @@ TRIALS = 6
 #: ``MOST_ROWS``: the most rows that are computed at once elsewhere.
 MOST_ROWS = 4096
 
+#: ``MAX_CPU_PRODUCTS``: most multiplications for a row of nets that stay on the CPU beside a GPU;
+#: 64 rows of them take a core about a millisecond.
+MAX_CPU_PRODUCTS = 1 << 18
+
 Arrays = dict[str, mx.array]
 
 
@@ -49,13 +53,19 @@ class NetRunner:
         # Weights are arguments: a compiled function would keep those that it was traced with.
         self._compiled: Callable[..., Any] = mx.compile(self._compute)
         self._tile, self._at_once = 1, MOST_ROWS
-        self.signature = plan.signature
-        if mx.default_device().type == mx.DeviceType.cpu:
-            self._tile, self._at_once = self._find_tiles()
-            self.signature = replace(plan.signature, tile_rows=self._tile)
+        self._device = device_for(plan, mx.default_device())
+        self.signature = replace(plan.signature, device=self._device.type.name)
+        if self._device.type == mx.DeviceType.cpu:
+            with mx.stream(self._device):
+                self._tile, self._at_once = self._find_tiles()
+            self.signature = replace(self.signature, tile_rows=self._tile)
 
     def run(self, batch: NetBatch) -> NetOutputs:
         """Return the outputs of a batch, and the states after it."""
+        with mx.stream(self._device):
+            return self._run(batch)
+
+    def _run(self, batch: NetBatch) -> NetOutputs:
         arrays = _arrays_of(batch)
         num_rows = len(next(iter(batch.inputs.values())))
         # Chunks of time have any length, and each would be traced.
@@ -140,6 +150,15 @@ class NetRunner:
         mx.eval(outputs, states)
         arrays = [_to_numpy(array) for each in (outputs, states) for array in each.values()]
         return [b"".join(array[row].tobytes() for array in arrays) for row in range(len(rows))]
+
+
+def device_for(plan: NetPlan, device: mx.Device) -> mx.Device:
+    """Return the device that computes a net in a process with this default device.
+
+    A small net is computed by the CPU even if there is a GPU: its launches would cost a GPU more
+    than its products, behind whatever step of a generator is in flight.
+    """
+    return mx.Device(mx.cpu) if plan.num_products <= MAX_CPU_PRODUCTS else device
 
 
 def _arrays_of(batch: NetBatch) -> dict[str, Any]:

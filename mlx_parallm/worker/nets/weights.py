@@ -118,13 +118,18 @@ class NetWeights:
         return kept is None
 
     def _read(self, path: Path) -> dict[str, mx.array]:
-        file = path / FILE
+        """Return the weights of a folder; raise ModelLoadError, which names it, if they do not fit.
+
+        MLX reads numbers when they are needed, and may find only then that some are missing.
+        """
         try:
-            arrays = mx.load(str(file))
+            arrays = mx.load(str(path / FILE))
+            assert isinstance(arrays, dict), "a safetensors file has arrays by name"
+            return self._fitting(arrays, is_whole=True)
+        except ModelLoadError as problem:
+            raise ModelLoadError(f"{path}: {FILE}: {problem}") from None
         except (RuntimeError, OSError, ValueError) as problem:
-            raise ModelLoadError(f"{FILE} cannot be read: {problem}") from None
-        assert isinstance(arrays, dict), "a safetensors file has arrays by name"
-        return self._fitting(arrays, is_whole=True)
+            raise ModelLoadError(f"{path}: {FILE} cannot be read: {problem}") from None
 
     def _fitting(self, arrays: Mapping[str, mx.array], *, is_whole: bool) -> dict[str, mx.array]:
         """Return weights that the plan has, evaluated, in the dtypes of those that they replace.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -272,6 +272,10 @@ class EncoderAdapters(SlotTarget):
     def length(self, inputs: Sequence[TrainedText]) -> int:
         """Return the length L of a forward of these inputs."""
         return self._shapes.length(max(len(item.token_ids) for item in inputs))
+
+    def changed_by(self, stacks: Mapping[str, AdapterStack]) -> AbstractContextManager[None]:
+        """Let stacks change layers that are called in the context; a forward has wrapped them."""
+        return self._context.changed_by(stacks)
 
     def changed_job(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,30 +76,47 @@ class TrainableAdapter:
         self._second = second_factors or {}
         self._first = {layer.path: first_factors[layer.path] for layer in self.layers}
         factors = [part for layer in self.layers for part in self._start(layer)]
-        self._num_factors = sum(part.size for part in factors)
         own = {} if head is None else head.parameters
-        parameters = [(head_parameters or own)[name].reshape(-1) for name in own]
-        self.start = mx.concatenate([*factors, *parameters])
+        parts = [*factors, *((head_parameters or own)[name] for name in own)]
+        self._shapes = [part.shape for part in parts]
+        self.start = mx.concatenate([part.reshape(-1) for part in parts])
         self.theta = self.start
         self.num_parameters: int = self.theta.size
 
     def _start(self, layer: TrainedLayer) -> list[mx.array]:
-        """Return the layer's parts of the first θ, each ``[n]``."""
-        first = [self._first[layer.path].reshape(-1)] if self._trains_first else []
-        second = self._second.get(layer.path, mx.zeros((layer.rank, layer.num_outputs)))
-        return [*first, second.reshape(-1)]
+        """Return the layer's parts of the first θ."""
+        first = [self._first[layer.path]] if self._trains_first else []
+        return [*first, self._second.get(layer.path, mx.zeros((layer.rank, layer.num_outputs)))]
+
+    def parts(self, copies: mx.array) -> list[mx.array]:
+        """Return the arrays in perturbed copies, float32 ``[S, P]``, as views ``[S, ...]``."""
+        views: list[mx.array] = []
+        at = 0
+        for shape in self._shapes:
+            end = at + math.prod(shape)
+            views.append(copies[:, at:end].reshape(-1, *shape))
+            at = end
+        return views
 
     def stacks(self, copies: mx.array) -> dict[str, SegmentStack]:
         """Return the changes of each layer by perturbed copies, float32 ``[S, P]``, by its path."""
+        return self.stacks_of(self.parts(copies))
+
+    def stacks_of(self, parts: Sequence[mx.array]) -> dict[str, SegmentStack]:
+        """Return the changes of each layer by its path; see ``parts``."""
+        rest = iter(parts)
         stacks: dict[str, SegmentStack] = {}
-        at = 0
         for layer in self.layers:
-            a = self._first[layer.path]
-            if self._trains_first:
-                a, at = _view(copies, at, layer.rank, layer.num_inputs)
-            b, at = _view(copies, at, layer.rank, layer.num_outputs)
-            stacks[layer.path] = SegmentStack(a, b, self._scale)
+            a = next(rest) if self._trains_first else self._first[layer.path]
+            stacks[layer.path] = SegmentStack(a, next(rest), self._scale)
         return stacks
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The path of the trained layer that each part belongs to, or the parameter of a head."""
+        count = 2 if self._trains_first else 1
+        head = () if self._head is None else tuple(self._head.parameters)
+        return (*(layer.path for layer in self.layers for _ in range(count)), *head)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -111,23 +129,26 @@ class TrainableAdapter:
 
         Return none if no head is trained.
         """
+        return self.heads_of(self.parts(copies))
+
+    def heads_of(self, parts: Sequence[mx.array]) -> list[Any]:
+        """Return a model for each copy that has its head; see ``parts``."""
         if self._head is None:
             return []
-        return [self._head.model(self._head_parameters(copy)) for copy in copies]
+        return [
+            self._head.model(self._head_parameters(parts, copy)) for copy in range(len(parts[-1]))
+        ]
 
-    def _head_parameters(self, theta: mx.array) -> dict[str, mx.array]:
-        """Return the parameters of the head in θ, float32 ``[P]``, by name."""
-        parameters: dict[str, mx.array] = {}
-        at = self._num_factors
-        own = {} if self._head is None else self._head.parameters
-        for name, array in own.items():
-            parameters[name] = theta[at : at + array.size].reshape(array.shape)
-            at += array.size
-        return parameters
+    def _head_parameters(self, parts: Sequence[mx.array], copy: int = 0) -> dict[str, mx.array]:
+        """Return the parameters of a copy's head by name; see ``parts``."""
+        own = () if self._head is None else tuple(self._head.parameters)
+        last = parts[len(parts) - len(own) :]
+        return {name: part[copy] for name, part in zip(own, last, strict=True)}
 
     def weights(self, theta: mx.array) -> AdapterWeights:
         """Return the adapter with these parameters, float32 ``[P]``; it can be served."""
-        stacks = self.stacks(theta[None])
+        parts = self.parts(theta[None])
+        stacks = self.stacks_of(parts)
         changes: dict[str, LowRank] = {}
         for path, stack in stacks.items():
             a = stack.a[0] if self._trains_first else stack.a
@@ -137,11 +158,5 @@ class TrainableAdapter:
                 b=to_host(mx.contiguous(stack.b[0].T)),
                 scale=self._scale,
             )
-        saved = {name: to_host(array) for name, array in self._head_parameters(theta).items()}
+        saved = {name: to_host(array) for name, array in self._head_parameters(parts).items()}
         return AdapterWeights(changes, saved, None if self._head is None else self._head.task_type)
-
-
-def _view(copies: mx.array, at: int, rank: int, length: int) -> tuple[mx.array, int]:
-    """Return factors ``[S, rank, length]`` that begin at a column, and the column after them."""
-    end = at + rank * length
-    return copies[:, at:end].reshape(-1, rank, length), end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any, cast
@@ -123,6 +123,10 @@ class TrainedDecoder(TrainedModel):
     def run_layers(self, text: TrainedText) -> None:
         self._logits([text], len(text.token_ids), [0])
 
+    @override
+    def changed_by(self, stacks: Mapping[str, AdapterStack]) -> AbstractContextManager[None]:
+        return self._context.changed_by(stacks)
+
     def changed_job(
         self,
         inputs: Sequence[TrainingInput],
@@ -130,7 +134,10 @@ class TrainedDecoder(TrainedModel):
         first_layer: int = 0,
         heads: Sequence[Any] = (),
     ) -> StagedJob:
-        """See ``TrainedModel``. Results are log-probabilities of the choices, ``[choices]``."""
+        """See ``TrainedModel``.
+
+        Results are log-probabilities of the choices, ``[choices]``, or those of their tokens.
+        """
         assert not heads, "no head is trained"
         texts = [text for item in inputs for text in self.texts(item)]
         length = self.length(texts)
@@ -141,9 +148,7 @@ class TrainedDecoder(TrainedModel):
         )
         with self._stages.recorded(first_layer) as outputs, self._context.changed_by(stacks):
             logits = self._logits(texts, length, predictions.rows).astype(mx.float32)
-        logprobs = predictions.logprobs(logits)
-        ends = [0, *accumulate(len(item.choices) for item in choices)]
-        return StagedJob(outputs, [logprobs[begin:end] for begin, end in pairwise(ends)])
+        return StagedJob(outputs, predictions.results(choices, logits))
 
     def _logits(self, texts: Sequence[TrainedText], length: int, rows: Sequence[int]) -> mx.array:
         """Return logits ``[len(rows), vocab]``; ``rows`` count over tokens ``[B, length]``."""
@@ -242,22 +247,36 @@ class _Predictions:
         places, weights = np.zeros((count, longest), np.int32), np.zeros((count, longest))
         choice_rows = iter(range(count))
         for item, is_branched in zip(inputs, are_branched, strict=True):
-            for choice, predicting in zip(
-                item.choices, _predicting(item, first, length, is_branched=is_branched), strict=True
-            ):
+            every = _predicting(item, first, length, is_branched=is_branched)
+            for index, (choice, predicting) in enumerate(zip(item.choices, every, strict=True)):
                 row = next(choice_rows)
                 places[row, : len(choice)] = range(len(tokens), len(tokens) + len(choice))
-                weights[row, : len(choice)] = 1 / len(choice) if item.averages else 1
+                weights[row, : len(choice)] = _token_weights(item, index)
                 sources += [rows.setdefault(place, len(rows)) for place in predicting]
                 tokens += choice
             first += 1 if is_branched else len(item.sequences)
         return cls(list(rows), sources, tokens, places, weights.astype(np.float32))
 
-    def logprobs(self, logits: mx.array) -> mx.array:
-        """Return the log-probability of each choice, ``[choices]``, from ``[len(rows), vocab]``."""
+    def results(self, inputs: Sequence[ChoiceInput], logits: mx.array) -> list[mx.array]:
+        """Return the result of each input from logits ``[len(rows), vocab]``."""
         sources = mx.array(self.sources)
         of_tokens = logits[sources, mx.array(self.tokens)] - mx.logsumexp(logits, axis=-1)[sources]
-        return mx.sum(of_tokens[mx.array(self.places)] * mx.array(self.weights), axis=-1)
+        of_choices = mx.sum(of_tokens[mx.array(self.places)] * mx.array(self.weights), axis=-1)
+        choices = [0, *accumulate(len(item.choices) for item in inputs)]
+        tokens = [0, *accumulate(sum(map(len, item.choices)) for item in inputs)]
+        return [
+            of_tokens[begin:end] if item.by_token else of_choices[first:last]
+            for item, (begin, end), (first, last) in zip(
+                inputs, pairwise(tokens), pairwise(choices), strict=True
+            )
+        ]
+
+
+def _token_weights(item: ChoiceInput, index: int) -> np.ndarray:
+    """Return what each token of a choice counts."""
+    size = len(item.choices[index])
+    weights = np.array(item.weights[index] if item.weights else [1.0] * size)
+    return weights / size if item.averages else weights
 
 
 def _predicting(

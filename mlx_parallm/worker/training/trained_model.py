@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -66,6 +67,10 @@ class TrainedModel(Protocol):
 
     def run_layers(self, text: TrainedText) -> None:
         """Build the forward of one text, without any adapter and without a head."""
+        ...
+
+    def changed_by(self, stacks: Mapping[str, AdapterStack]) -> AbstractContextManager[None]:
+        """Let stacks change layers that are called in the context; a forward has wrapped them."""
         ...
 
     def changed_job(

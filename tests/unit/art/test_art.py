@@ -20,10 +20,12 @@ from mlx_parallm.art import (
     MLXParallmBackend,
     ServerConfig,
     ServerStartError,
+    TrainJob,
     UnservedStepError,
     WeightSync,
     backend,
 )
+from mlx_parallm.art.config import Devices
 from mlx_parallm.art.server import ManagedServer
 from mlx_parallm.art.serving import Checkpoints, ServedPolicy, is_adapter
 from mlx_parallm.cli.settings import SETTINGS
@@ -32,12 +34,17 @@ from mlx_parallm.machine import count_cuda_devices
 from mlx_parallm.types.errors import ConfigError
 
 
+async def never_trains(job: TrainJob) -> dict[str, float]:
+    """Fail, as no test here trains anything."""
+    raise AssertionError(job)
+
+
 @given(count=st.integers(0, 16))
 def test_one_device_is_shared_and_several_are_split(count: int) -> None:
     resolved = DeviceConfig().resolved(count)
     assert resolved.is_split == (count > 1)
-    assert resolved.inference_device == 0
-    assert resolved.training_devices == (tuple(range(1, count)) if count > 1 else (0,))
+    assert resolved.inference == (0,)
+    assert resolved.training == (tuple(range(1, count)) if count > 1 else (0,))
 
 
 @given(count=st.integers(0, 16), num_engines=st.integers(1, 8))
@@ -46,34 +53,82 @@ def test_each_engine_has_a_device_and_the_trainer_has_the_others(
 ) -> None:
     resolved = DeviceConfig().resolved(count, num_engines=num_engines)
     assert resolved.is_split == (count > num_engines)
-    assert resolved.inference_devices == tuple(range(num_engines))
+    assert resolved.inference == tuple(range(num_engines))
     others = tuple(range(num_engines, count))
-    assert resolved.training_devices == (others or (0,))
+    assert resolved.training == (others or (0,))
+
+
+@given(
+    count=st.integers(0, 8),
+    num_engines=st.integers(1, 4),
+    inference=st.none() | st.integers(0, 8),
+    training=st.none() | st.lists(st.integers(0, 8), min_size=1),
+    auto_detect=st.booleans(),
+)
+def test_devices_that_are_named_are_kept(
+    count: int,
+    num_engines: int,
+    inference: int | None,
+    training: list[int] | None,
+    auto_detect: bool,
+) -> None:
+    config = DeviceConfig(
+        inference_device=inference, training_devices=training, auto_detect=auto_detect
+    )
+    resolved = config.resolved(count, num_engines=num_engines)
+    first = resolved.inference[0]
+    assert resolved.inference == tuple(range(first, first + num_engines))
+    if inference is not None:
+        assert first == inference
+    if training is not None:
+        assert resolved.training == tuple(training)
+
+
+def test_what_is_not_named_is_chosen_around_what_is() -> None:
+    assert DeviceConfig(inference_device=1).resolved(3) == Devices((1,), (0, 2))
+    assert DeviceConfig(inference_device=1).resolved(1) == Devices((1,), (0,))
+    assert DeviceConfig(inference_device=0).resolved(0) == Devices((0,), (0,))
+    trainer_first = DeviceConfig(training_devices=[0])
+    assert trainer_first.resolved(2) == Devices((1,), (0,))
+    assert trainer_first.resolved(4, num_engines=2) == Devices((1, 2), (0,))
+    assert trainer_first.resolved(1) == Devices((0,), (0,))
+    assert DeviceConfig(auto_detect=False).resolved(8) == Devices((0,), (1,))
 
 
 def test_devices_of_several_engines_are_not_shared_in_part() -> None:
-    named = DeviceConfig(inference_device=1, training_devices=(0,), auto_detect=False)
-    assert named.resolved(num_engines=3).inference_devices == (1, 2, 3)
+    named = DeviceConfig(inference_device=1, training_devices=(0,))
+    assert named.resolved(num_engines=3) == Devices((1, 2, 3), (0,))
     assert named.resolved(num_engines=3).is_split
-    shared = DeviceConfig(inference_device=0, training_devices=(1,), auto_detect=False)
-    assert shared.is_split
+    shared = DeviceConfig(inference_device=0, training_devices=(1,))
+    assert shared.resolved().is_split
     assert not shared.resolved(num_engines=2).is_split
 
 
-def test_named_devices_stay_as_they_are() -> None:
-    named = DeviceConfig(inference_device=2, training_devices=(0, 1), auto_detect=False)
-    assert named.resolved(1) == named
-    assert named.is_split
-    shared = DeviceConfig(inference_device=1, training_devices=(0, 1), auto_detect=False)
-    assert not shared.is_split
+def test_a_backend_takes_devices_as_its_users_write_them() -> None:
+    own = MLXParallmBackend(never_trains, inference_device=2, training_devices=[3, 1])
+    assert own._devices == Devices((2,), (3, 1))
+    with pytest.raises(ConfigError, match="not by both"):
+        MLXParallmBackend(never_trains, inference_device=0, device_config=DeviceConfig())
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"inference_device": -1}, {"training_devices": (-1,)}, {"training_devices": ()}]
+    "wrong",
+    [
+        {"inference_device": -1},
+        {"inference_device": True},
+        {"inference_device": "0"},
+        {"training_devices": (-1,)},
+        {"training_devices": ()},
+        {"training_devices": 1},
+        {"training_devices": "1"},
+        {"training_devices": [1.0]},
+    ],
 )
 def test_devices_that_cannot_be(wrong: dict) -> None:
     with pytest.raises(ConfigError):
         DeviceConfig(**wrong)
+    with pytest.raises(ConfigError):
+        MLXParallmBackend(never_trains, **wrong)
 
 
 def test_cuda_devices_are_counted(tmp_path: Path) -> None:
@@ -88,7 +143,7 @@ def test_cuda_devices_are_counted(tmp_path: Path) -> None:
 
 def test_each_rank_has_a_device() -> None:
     config = ServerConfig(tensor_parallel_size=2)
-    assert DeviceConfig().resolved(3, num_engines=config.num_devices).inference_devices == (0, 1)
+    assert DeviceConfig().resolved(3, num_engines=config.num_devices).inference == (0, 1)
     with pytest.raises(ConfigError, match="cannot both be above 1"):
         ServerConfig(tensor_parallel_size=2, data_parallel_size=2)
 
@@ -189,7 +244,7 @@ async def test_a_server_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
 
 
 async def test_a_policy_that_is_not_served_says_so(tmp_path: Path) -> None:
-    devices = DeviceConfig(auto_detect=False)
+    devices = Devices((0,), (1,))
     policy = ServedPolicy(
         "p", "m", tmp_path, ServerConfig(weight_sync_method=WeightSync.DISK), devices
     )
@@ -210,10 +265,7 @@ async def test_what_cannot_be_trained_has_no_server(tmp_path: Path) -> None:
         def _storage_name(self) -> str:
             return self.name
 
-    async def trainer(job: object) -> dict[str, float]:
-        raise AssertionError(job)
-
-    backend = MLXParallmBackend(trainer, path=tmp_path)
+    backend = MLXParallmBackend(never_trains, path=tmp_path)
     judge = Judge()
     await backend.register(judge)
     assert judge.base_path == str(tmp_path)
@@ -231,7 +283,7 @@ async def test_two_models_do_not_share_a_folder_where_case_does_not_count(
         return [path.name.lower() for path in folder.iterdir()]
 
     monkeypatch.setattr(backend, "is_spelled", partial(is_spelled, list_names=names_in))
-    own = MLXParallmBackend(lambda job: pytest.fail("it trains nothing"), path=tmp_path)
+    own = MLXParallmBackend(never_trains, path=tmp_path)
     for name in ("agent", "Agent"):
         model = SimpleNamespace(name=name, project="p", _storage_name=lambda name=name: name)
         refusal = pytest.raises(BackendError, match="differs by case alone")

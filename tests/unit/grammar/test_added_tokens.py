@@ -17,7 +17,8 @@ from mlx_parallm.grammar.masks import ConstrainedRow, GrammarMasks
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.parsing.forced import forced_calls
-from mlx_parallm.types.request import Grammar, SamplingParams
+from mlx_parallm.types.grammar import Grammar
+from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import SampleSpec
 from tests.byte_vocabulary import NO_FLAGS, byte_level
 from tests.unit.grammar.test_tokenizers import sentencepiece_tokenizer

@@ -16,7 +16,8 @@ from llguidance import LLExecutor, LLMatcher
 from mlx_parallm.grammar import masks as module
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.masks import ConstrainedRow, GrammarMasks, RowMasks
-from mlx_parallm.types.request import Grammar, SamplingParams
+from mlx_parallm.types.grammar import Grammar
+from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import SampleSpec
 from mlx_parallm.worker.sampling.sampler import apply_token_mask
 from tests.small_vocabulary import (

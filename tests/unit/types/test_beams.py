@@ -8,7 +8,8 @@ import pytest
 
 from mlx_parallm.types.beams import BeamParams
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.request import GenerateRequest, Grammar, SamplingParams, ThinkingBudget
+from mlx_parallm.types.grammar import Grammar
+from mlx_parallm.types.request import GenerateRequest, SamplingParams, ThinkingBudget
 
 
 @pytest.mark.parametrize(

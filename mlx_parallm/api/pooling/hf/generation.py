@@ -28,12 +28,8 @@ from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.tokenizer.seq2seq.rules import TaskDefaults
 from mlx_parallm.types.beams import BeamParams
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.request import (
-    GenerateRequest,
-    Grammar,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from mlx_parallm.types.grammar import Grammar, StructuredOutputsParams
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
 
 # EVENTS: TGI ends a stream with its last token; its own client reads no other end.
 EVENTS = StreamForm(sse.data)

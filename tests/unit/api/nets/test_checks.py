@@ -20,7 +20,7 @@ from mlx_parallm.api.nets.checks import (
     checked_states,
 )
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.nets import Distribution, NetSignature, TensorSpec
+from mlx_parallm.types.nets import Choices, Distribution, NetSignature, TensorSpec
 from tests.nets import IMAGE, OBS, STATES, TIMED, policy, recurrent
 
 MAX_ROWS = 4096
@@ -86,14 +86,30 @@ def test_inputs_that_do_not_fit_are_refused(
     assert refusal.value.param == "inputs"
 
 
-@pytest.mark.parametrize("dtype", ["int64", "uint8", "float32"])
-@pytest.mark.parametrize("number", [-1, 5, 0.5, math.nan])
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "uint64"])
+@pytest.mark.parametrize("number", [-1, 5, 2**63, 0.5, math.nan])
 def test_numbers_that_are_no_choice_are_refused(dtype: str, number: float) -> None:
-    spec = TensorSpec("obs", dtype, (-1,), num_choices=5)
+    spec = TensorSpec("obs", dtype, (-1,), (Choices(0, 1, 5),))
     signature = NetSignature(inputs=(spec,), outputs=DICT.outputs, allows_non_finite=True)
     assert checked(signature, {"obs": [0, 4]}).num_rows == 2
     with pytest.raises(InvalidRequestError, match=r"inputs\.obs"):
         checked(signature, {"obs": [0, number]})
+
+
+@pytest.mark.parametrize("shape", [(-1, 2, 2), (-1, -1, 2, 2)])
+def test_elements_have_choices_of_their_own(shape: tuple[int, ...]) -> None:
+    spec = TensorSpec("obs", "int32", shape, (Choices(1, 2, 5), Choices(2, 4, 1 << 30)))
+    signature = NetSignature(inputs=(spec,), outputs=DICT.outputs)
+    lead = [2, 3] if spec.has_time else [2]
+    array = np.tile(np.array([[-7, 4], [2**30 - 1, 0]]), [*lead, 1, 1])
+    checked(signature, {"obs": array.tolist()})
+    for place, number, most in (((0, 1), 5, 4), ((0, 1), -1, 4), ((1, 1), 2**30, 2**30 - 1)):
+        wrong = array.copy()
+        wrong[(-1,) * len(lead) + place] = number
+        element = 2 * place[0] + place[1]
+        why = rf"obs has {number} as element {element} of a row, which may be one of 0 to {most}\."
+        with pytest.raises(InvalidRequestError, match=why):
+            checked(signature, {"obs": wrong.tolist()})
 
 
 def test_a_net_may_take_numbers_that_are_not_finite() -> None:

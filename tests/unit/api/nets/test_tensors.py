@@ -110,6 +110,25 @@ def test_other_values_are_refused_by_name(value: Any, why: str | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        ([2**63, 2**64 - 1], "uint64"),
+        ([[0], [2**64 - 1]], "uint64"),
+        ([2**53 + 1, 2**63], "uint64"),
+        ([2**63 - 1, -(2**63)], "int64"),
+        # No dtype of 64 bits has both, and floats are close to both.
+        ([-1, 2**63], "float64"),
+        ([0.5, 2**63], "float64"),
+        ([math.nan, 2**63], "float64"),
+    ],
+)
+def test_integers_of_64_bits_are_exact(value: list[Any], dtype: str) -> None:
+    array = decoded(value, "observations.obs")
+    assert array.dtype == dtype
+    np.testing.assert_array_equal(array, np.array(value, dtype))
+
+
+@pytest.mark.parametrize(
     ("array", "dtype", "expected"),
     [
         (np.array([1, 2]), "float32", [1.0, 2.0]),

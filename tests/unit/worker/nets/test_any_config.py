@@ -72,7 +72,7 @@ def random_input(spec: TensorSpec) -> mx.array:
     shape = [ROWS, *(TIMES if size < 0 else size for size in spec.shape[1:])]
     if spec.dtype.startswith(("float", "bfloat")):
         return mx.random.normal(shape).astype(getattr(mx, spec.dtype))
-    whole = mx.random.randint(0, spec.num_choices or 2, shape)
+    whole = mx.random.randint(0, min((each.count for each in spec.choices), default=2), shape)
     return whole.astype(mx.bool_ if spec.dtype == "bool" else getattr(mx, spec.dtype))
 
 
