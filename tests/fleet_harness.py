@@ -334,6 +334,12 @@ class FakeFleet:
             params=SamplingParams(n=num_samples),
             adapter=adapter,
         )
+        return self.send(request, upload)
+
+    def send(
+        self, request: Request, upload: AdapterUpload | None = None
+    ) -> Future[ParallmError | None]:
+        """Submit a request of any kind; return the reply."""
         future: Future[ParallmError | None] = Future()
         reply = future.set_result
         self.fleet.submit(Submit(request=request, arrival_s=0.0, upload=upload, reply=reply))

@@ -7,10 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlx_parallm.types.errors import ConflictError
-from mlx_parallm.types.nets import Arrays, SequenceUse
-
-#: ``PARAM``: the field of a request that names a sequence.
-PARAM = "sequence_id"
+from mlx_parallm.types.nets import SEQUENCE_PARAM, Arrays, SequenceUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +91,13 @@ class SequenceStates:
                 f"Nothing is kept of the sequence {use.sequence_id!r}: it was never started, has "
                 f"ended, was not used for {self._limits.age_s:g} s or made room for others; start "
                 "it again.",
-                param=PARAM,
+                param=SEQUENCE_PARAM,
             )
         if kept.num_rows != num_rows:
             raise ConflictError(
                 f"The sequence {use.sequence_id!r} has {kept.num_rows} rows, and the request "
                 f"{num_rows}.",
-                param=PARAM,
+                param=SEQUENCE_PARAM,
             )
         return kept
 

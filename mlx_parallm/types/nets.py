@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from mlx_parallm.types.errors import ConflictError
 from mlx_parallm.types.work import CacheScope, Ends, RequestWork
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 #: ``Arrays``: arrays of all rows, by name.
 Arrays = Mapping[str, "np.ndarray"]
+#: ``SEQUENCE_PARAM``: the field of a request that names a sequence.
+SEQUENCE_PARAM = "sequence_id"
 #: ``ANY``: a size in a ``TensorSpec`` that each request chooses.
 ANY = -1
 
@@ -157,6 +160,15 @@ class SequenceUse:
     is_end: bool = False
 
 
+def lost_sequence(use: SequenceUse) -> ConflictError:
+    """Return the refusal of a request whose sequence ended with its engine."""
+    return ConflictError(
+        f"The engine that kept the sequence {use.sequence_id!r} stopped, and its state is lost; "
+        "start it again.",
+        param=SEQUENCE_PARAM,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActParams:
     """The choice of a request's actions.
@@ -216,8 +228,14 @@ class NetRequest:
     def work(self) -> RequestWork:
         """Return what the request asks of an engine: that of its sequence, if it has one."""
         use = self.sequence
-        sticky = None if use is None else ("net", self.model, use.owner, use.sequence_id)
-        return RequestWork(num_tokens=self.num_rows, rank=self.rank, sticky=sticky)
+        if use is None:
+            return RequestWork(num_tokens=self.num_rows, rank=self.rank)
+        return RequestWork(
+            num_tokens=self.num_rows,
+            rank=self.rank,
+            sticky=("net", self.model, use.owner, use.sequence_id),
+            lost=None if use.is_start else lost_sequence(use),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

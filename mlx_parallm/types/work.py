@@ -78,8 +78,10 @@ class RequestWork:
         rank: the number of the engine that the client chose; None if it chose none.
         sticky: names what one engine keeps for later requests, such as a training session or the
             recurrent state of a policy. Requests of this name go to that engine, whatever else they
-            ask. If it dies, the name is forgotten with what it kept: the next request is placed as
-            the first one was. None if nothing is kept.
+            ask. If it dies, the next request is placed as the first one was, or refused: see
+            ``lost``. None if nothing is kept.
+        lost: the refusal of a request that goes on with what ``sticky`` names, if the engine that
+            kept it has died; None if any engine can begin it.
         client: whose it is; engines take turns between clients.
         line: an engine begins requests of one line in the order in which they came; None if their
             order is not known.
@@ -99,6 +101,7 @@ class RequestWork:
     cache_key: Hashable = ()
     rank: int | None = None
     sticky: Hashable | None = None
+    lost: ParallmError | None = None
     client: str = ""
     line: Hashable | None = None
     is_divisible: bool = False

@@ -28,7 +28,7 @@ from mlx_parallm.types.errors import (
     RequestLostError,
 )
 from mlx_parallm.types.events import ErrorEvent
-from mlx_parallm.types.work import Event
+from mlx_parallm.types.work import Event, RequestWork
 
 # SEED_BITS: bits of a seed that is drawn, as many as an engine draws.
 SEED_BITS = 31
@@ -73,8 +73,13 @@ class Dispatcher:
         self._nonce = secrets.token_hex(8)
 
     def submit(self, command: Submit) -> None:
-        """Give a request to an engine, or parts of it to several."""
+        """Give a request to an engine, or parts of it to several; refuse one that cannot go on."""
         request = OpenRequest(seeded(command, lambda: self._seeds.getrandbits(SEED_BITS)))
+        work = request.command.request.work()
+        refusal = self._router.refusal(work)
+        if refusal is not None:
+            command.reply(refusal)
+            return
         is_suspect = self._suspects.has(request.command.request)
         if is_suspect and len(self._suspects.waiting) >= MAX_WAITING:
             num_waiting = len(self._suspects.waiting)
@@ -89,7 +94,7 @@ class Dispatcher:
             self._suspects.waiting[part_id] = False
             self.release()
             return
-        for part_id, rank in self._place(request).items():
+        for part_id, rank in self._place(request, work).items():
             self._send(part_id, rank)
 
     def abort(self, command: Abort) -> None:
@@ -222,18 +227,21 @@ class Dispatcher:
         # What an engine that had it still sends is not read.
         part.num_sent += 1
         part.is_answered = False
-        if not part.whole.num_deaths:
-            work = part.command.request.work()
+        work = part.command.request.work()
+        refusal = self._router.refusal(work)
+        if refusal is not None:
+            self._fail(part.whole, refusal)
+        elif not part.whole.num_deaths:
             self._send(part_id, self._router.place(part_id, work, has_begun=has_begun))
         elif part.whole.is_cancelled:
             self._fail(part.whole, RequestAbortedError("The request was aborted."))
         else:
             self._suspects.waiting[part_id] = has_begun
 
-    def _place(self, request: OpenRequest) -> dict[str, int]:
+    def _place(self, request: OpenRequest, work: RequestWork) -> dict[str, int]:
         """Choose the engine of a request, or those of its parts; return them by the parts' ids."""
         self._note_silence()
-        work, request_id = request.command.request.work(), request.request_id
+        request_id = request.request_id
         shares = self._router.divide(work)
         ranks: dict[str, int] = {}
         for share in shares:

@@ -13,6 +13,7 @@ from functools import partial
 
 from mlx_parallm.engine.parallel.division import Candidate, Share, divide, divide_inputs
 from mlx_parallm.engine.parallel.prefixes import CacheMirror, WorkKeys, keys_of
+from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.work import Ends, RequestWork, StateCache
 
 # FIRST_OUTPUT: the length of a sample, in tokens, while none has ended.
@@ -169,6 +170,10 @@ class Router:
         rows = self._length(work) * DECODE_SHARE
         others.sort(key=lambda candidate: candidate.end(1, rows))
         return divide([whole, *others], work.num_samples, rows)
+
+    def refusal(self, work: RequestWork) -> ParallmError | None:
+        """Return why a request cannot go on: the engine that kept what it names has died."""
+        return work.lost if self._homes.is_lost(work.sticky) else None
 
     def put(self, request_id: str, work: RequestWork, rank: int) -> None:
         """Count a request, or a part of one, at an engine that was chosen."""
@@ -394,11 +399,16 @@ class Homes:
     """The engines' numbers by the names of what they keep."""
 
     def __init__(self) -> None:
-        self._ranks: OrderedDict[Hashable, int] = OrderedDict()
+        # None for what an engine kept that has died.
+        self._ranks: OrderedDict[Hashable, int | None] = OrderedDict()
 
     def rank_of(self, name: Hashable | None) -> int | None:
         """Return which engine keeps what has this name; None if none does."""
         return None if name is None else self._ranks.get(name)
+
+    def is_lost(self, name: Hashable | None) -> bool:
+        """True if the engine that kept what has this name has died, and no other keeps it."""
+        return name in self._ranks and self._ranks[name] is None
 
     def note(self, name: Hashable | None, rank: int) -> None:
         """Note that an engine keeps what has this name, if it has one."""
@@ -410,6 +420,7 @@ class Homes:
             self._ranks.popitem(last=False)
 
     def drop(self, rank: int) -> None:
-        """Forget what an engine keeps, because it has died."""
-        for name in [name for name, kept_by in self._ranks.items() if kept_by == rank]:
-            del self._ranks[name]
+        """Note that what an engine keeps is lost, because it has died."""
+        for name, kept_by in self._ranks.items():
+            if kept_by == rank:
+                self._ranks[name] = None

@@ -19,8 +19,9 @@ from mlx_parallm.engine.engine_commands import (
 )
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.status import Readiness
-from mlx_parallm.types.errors import ParallmError
+from mlx_parallm.types.errors import ConflictError, ParallmError
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
+from mlx_parallm.types.nets import NetRequest, SequenceUse
 from mlx_parallm.types.work import RequestWork
 from tests.fleet_harness import MAX_LOADED, Answer, Death, Die, FakeFleet
 from tests.version_harness import BAD_DIGEST, adapter
@@ -198,6 +199,40 @@ def test_requests_without_a_token_move_from_a_dead_engine_and_the_others_end() -
         assert sorted(answered) == sorted({str(number) for number in range(10)} - begun)
         assert not fleet.router.placements
         assert not fleet.dispatcher._open
+
+
+def sequence(request_id: str, name: str, *, is_start: bool = False) -> NetRequest:
+    use = SequenceUse(owner="client", sequence_id=name, is_start=is_start)
+    return NetRequest(request_id=request_id, model="m", inputs={}, num_rows=1, sequence=use)
+
+
+def test_sequences_of_a_dead_engine_are_refused_by_name_until_they_start_again() -> None:
+    with fleet_of(2) as fleet:
+        for name in "abcd":
+            assert fleet.send(sequence(f"{name} begins", name, is_start=True)).result() is None
+        lost = sorted(name[0] for name in fleet.lives[0].requests)
+        kept = sorted(name[0] for name in fleet.lives[1].requests)
+        assert (len(lost), len(kept)) == (2, 2)
+        for rank in range(2):
+            fleet.order(rank, Answer(is_last=True))
+        assert fleet.send(sequence("in flight", lost[0])).result() is None
+        fleet.events.clear()
+        fleet.kill(0)
+        (event,) = fleet.events
+        assert isinstance(event, ErrorEvent)
+        assert (event.request_id, type(event.error)) == ("in flight", ConflictError)
+        for name in lost:
+            refusal = fleet.send(sequence(f"{name} goes on", name)).result()
+            assert isinstance(refusal, ConflictError)
+            assert f"The engine that kept the sequence {name!r} stopped" in str(refusal)
+            assert refusal.param == "sequence_id"
+        for name in kept:
+            assert fleet.send(sequence(f"{name} goes on", name)).result() is None
+        for name in lost:
+            assert fleet.send(sequence(f"{name} again", name, is_start=True)).result() is None
+            fleet.order(0, Answer(is_last=True))
+            fleet.order(1, Answer(is_last=True))
+            assert fleet.send(sequence(f"{name} goes on", name)).result() is None
 
 
 def test_the_death_of_the_last_engine_is_that_of_the_fleet() -> None:
