@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+
+from mlx_parallm.types.gradients import LossKind, LossSpec, LossTarget
+from mlx_parallm.types.training import ChoiceInput, TrainingInput
 
 
 class Measure(StrEnum):
@@ -103,3 +106,70 @@ def _macro_f1(chosen: np.ndarray, right: np.ndarray) -> float:
         both = np.sum((chosen == label) & (right == label))
         values.append(2 * both / (np.sum(chosen == label) + np.sum(right == label)))
     return float(np.mean(values))
+
+
+def row_losses(
+    results: Sequence[np.ndarray],
+    inputs: Sequence[TrainingInput],
+    spec: LossSpec,
+    targets: Sequence[LossTarget],
+) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
+    """Return losses and facts of rows as ``GradientForward`` does, from results that are known.
+
+    Args:
+        results: the head's for each input.
+        inputs: those of all rows.
+        spec: the loss.
+        targets: of each row.
+    """
+    per_row = spec.kind.inputs_per_row
+    losses: list[float] = []
+    facts: list[Mapping[str, float]] = []
+    for row, target in enumerate(targets):
+        own = slice(row * per_row, (row + 1) * per_row)
+        values = np.concatenate([each.reshape(-1) for each in results[own]]).astype(np.float64)
+        loss, fact = _row_loss(values, inputs[own][0], spec, target)
+        losses.append(target.weight * loss)
+        facts.append(fact)
+    return np.array(losses), {name: np.array([each[name] for each in facts]) for name in facts[0]}
+
+
+def _row_loss(
+    values: np.ndarray, item: TrainingInput, spec: LossSpec, target: LossTarget
+) -> tuple[float, Mapping[str, float]]:
+    """Return a row's loss without its weight, and facts; ``values`` are all results of the row."""
+    match spec.kind:
+        case LossKind.LIKELIHOOD:
+            return -float(values[target.label]), {}
+        case LossKind.CROSS_ENTROPY:
+            return float(np.logaddexp.reduce(values) - values[target.label]), {}
+        case LossKind.DPO:
+            moved = values - np.array(target.reference)
+            margin = spec.beta * float(moved[0] - moved[1])
+            return float(np.logaddexp(0, -margin)), {"margins": margin}
+        case LossKind.PAIRWISE:
+            margin = float(values[0] - values[1])
+            loss = float(np.logaddexp(0, target.margin - margin))
+            return loss + spec.centring * float(values.sum()) ** 2, {"margins": margin}
+        case LossKind.POLICY:
+            return _policy_loss(values, item, spec, target)
+
+
+def _policy_loss(
+    logprobs: np.ndarray, item: TrainingInput, spec: LossSpec, target: LossTarget
+) -> tuple[float, Mapping[str, float]]:
+    weights = np.ones(len(logprobs))
+    if isinstance(item, ChoiceInput) and item.weights:
+        weights = np.array(item.weights[0])
+    ratios = np.exp(logprobs - np.array(target.logprobs))
+    gains = ratios * target.advantage
+    least = gains
+    if spec.is_clipped:
+        clipped = np.clip(ratios, 1 - spec.clip_low, 1 + spec.clip_high)
+        least = np.minimum(gains, clipped * target.advantage)
+    losses, facts = -least, {"ratios": ratios.mean(), "clipped": (least < gains).mean()}
+    if target.reference:
+        away = np.array(target.reference) - logprobs
+        divergence = np.exp(away) - away - 1
+        losses, facts["kl"] = losses + spec.kl * divergence, divergence.mean()
+    return float((weights * losses).sum()), facts

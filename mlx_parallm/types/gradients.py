@@ -20,8 +20,8 @@ class LossKind(StrEnum):
     dpo: direct preference optimisation (arXiv:2305.18290): the first choice is preferred to the
         second.
     pairwise: Bradley-Terry: of two inputs with one score each, the first is preferred.
-    policy: PPO's clipped ratio (arXiv:1707.06347) over the tokens of a single choice, for inputs
-        with ``ChoiceInput.by_token``.
+    policy: PPO's clipped ratio (arXiv:1707.06347), summed over the tokens of a single choice, for
+        inputs with ``ChoiceInput.by_token``, whose ``weights`` multiply the losses of tokens.
     """
 
     LIKELIHOOD = "likelihood"
@@ -100,9 +100,9 @@ class GradientResult:
 
     Attributes:
         losses: of each row, float64 ``[rows]``, its weight included.
-        facts: numbers of each row, float64 ``[rows]``, by name: dpo and pairwise have ``margins``
-            (scaled by beta, less the target's), policy has ``ratios`` (their mean), ``clipped``
-            (the share of its tokens) and, with a reference, ``kl``.
+        facts: numbers of each row, float64 ``[rows]``, by name: dpo and pairwise have ``margins``,
+            by how much the first is ahead (dpo: times beta); policy has means over its tokens:
+            ``ratios``, ``clipped`` (0 or 1) and, if all rows have a reference, ``kl``.
         lookups: texts whose states before the lowest trained layer were looked up.
         hits: those that were kept.
         frozen_tokens: tokens that were computed before the lowest trained layer, for texts that

@@ -122,7 +122,7 @@ class ChoiceInput:
         weights: a number of any sign for each token of each choice, which multiplies its
             log-probability; empty: all are 1.
         by_token: True if the result is the log-probability of each token of all choices, one
-            choice after the other, instead of a number for each choice.
+            choice after the other and without weights, instead of a number for each choice.
     """
 
     token_ids: tuple[int, ...]

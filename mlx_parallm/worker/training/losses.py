@@ -160,7 +160,7 @@ def _policy(
         "clipped": mx.sum((least < gains) * is_token, axis=-1) / counts,
     }
     losses = -least
-    if any(target.reference for target in targets):
+    if all(target.reference for target in targets):
         away = _padded([target.reference for target in targets], longest) - table
         divergence = mx.exp(away) - away - 1
         facts["kl"] = mx.sum(divergence * is_token, axis=-1) / counts

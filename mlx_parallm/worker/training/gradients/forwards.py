@@ -38,6 +38,7 @@ class GradientForwards:
     Attributes:
         form: how they are computed.
         optimiser: makes the steps.
+        sum: of the gradients since the last step, float32 ``[P]``; None: there is none.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class GradientForwards:
     ) -> None:
         """Prepare; see ``Pass`` for the arguments."""
         self._model, self._trainable, self._prefix = model, trainable, prefix
-        self._sum: mx.array | None = None
+        self.sum: mx.array | None = None
         self.form = GradientForm.WHOLE
         self.optimiser = Optimiser(trainable.num_parameters)
 
@@ -98,7 +99,7 @@ class GradientForwards:
 
     def apply(self, op: ApplyGradient) -> float:
         """Make a step; see ``ApplyGradient``."""
-        gradient, self._sum = self._sum, None
+        gradient, self.sum = self.sum, None
         if gradient is None:
             raise ConflictError(f"Step {op.number} was not made: there is no gradient.")
         self._trainable.theta, norm = self.optimiser.step(self._trainable.theta, gradient, op)
@@ -106,7 +107,7 @@ class GradientForwards:
 
     def drop(self) -> None:
         """Drop the sum of gradients."""
-        self._sum = None
+        self.sum = None
 
     def _pass(
         self,
@@ -120,11 +121,11 @@ class GradientForwards:
     def _added(self, gradient: Gradient, counts: tuple[int, int, int]) -> GradientResult:
         """Add a gradient to the sum; return what was computed with it."""
         flat = gradient.flat()
-        if self._sum is not None:
-            flat = self._sum + flat
+        if self.sum is not None:
+            flat = self.sum + flat
         mx.eval(flat, gradient.arrays)
         arrays = {name: np.array(each, np.float64) for name, each in gradient.arrays.items()}
-        self._sum = flat
+        self.sum = flat
         return GradientResult(arrays.pop(LOSSES), arrays, *counts)
 
 
