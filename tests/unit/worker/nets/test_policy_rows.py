@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import mlx.core as mx
@@ -35,14 +36,18 @@ class Rows:
         self._starts = golden.values.get("episode_start")
         self._mask = golden.values.get("mask")
 
-    def compute(self, rows: np.ndarray) -> NetOutputs:
-        """Return what an act computes of some rows, every third of them deterministic."""
+    def compute(self, rows: np.ndarray, **more: np.ndarray) -> NetOutputs:
+        """Return what an act computes of some rows, every third of them deterministic.
+
+        ``more`` are fields of ``ActRows``.
+        """
         chosen = self._chosen[rows]
         act = ActRows(
             seeds=np.stack([np.full(len(rows), 9), rows], axis=1).astype(np.uint32),
             is_deterministic=rows % 3 == 0,
             action_mask=None if self._mask is None else self._mask[chosen],
         )
+        act = replace(act, **more)
         batch = NetBatch(
             model="policy",
             inputs={key: array[rows] for key, array in self._inputs.items()},
@@ -56,6 +61,20 @@ class Rows:
 @cache
 def rows_of(name: str) -> Rows:
     return Rows(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_have_the_same_bits_beside_rows_that_ask_for_more(name: str) -> None:
+    policy, rows = rows_of(name), np.arange(NUM_ROWS)
+    alone = policy.compute(rows)
+    is_judged = rows % 2 == 0
+    more = {"actions": np.roll(alone.outputs["actions"], 1, axis=0), "is_judged": is_judged}
+    if name == "recurrent":
+        more["action_mask"] = np.ones_like(alone.outputs["dist.logits"], bool)
+    beside = policy.compute(rows, **more)
+    for key, array in alone.outputs.items():
+        assert array[~is_judged].tobytes() == beside.outputs[key][~is_judged].tobytes(), key
+    assert beside.outputs["actions"][is_judged].tobytes() == more["actions"][is_judged].tobytes()
 
 
 @pytest.mark.parametrize("name", NAMES)

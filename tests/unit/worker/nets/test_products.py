@@ -9,7 +9,8 @@ import pytest
 from mlx_parallm.demo_models.folders import DEMO_FOLDERS
 from mlx_parallm.models.nets.plan import read_net
 from mlx_parallm.worker.nets.products import ROW_TILE, product
-from mlx_parallm.worker.nets.runner import CHECKED_ROWS, NetRunner
+from mlx_parallm.worker.nets.runner import NetRunner
+from mlx_parallm.worker.nets.tiles import CHECKED_ROWS
 from mlx_parallm.worker.nets.weights import NetWeights
 
 needs_cpu = pytest.mark.skipif(
