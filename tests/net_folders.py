@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file
 
 from tests.builders.nets import layer, linear, lstm_policy, tensor, write_net
 
@@ -28,9 +28,8 @@ def write_policy(folder: Path) -> Path:
     return write_net(folder, config, seed=1)
 
 
-def policy_outputs(folder: Path, obs: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the outputs of ``write_policy``, by NumPy."""
-    weights = load_file(str(folder / "model.safetensors"))
+def policy_outputs(weights: Mapping[str, np.ndarray], obs: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the outputs of ``write_policy`` with these weights, by NumPy."""
 
     def product(name: str, x: np.ndarray) -> np.ndarray:
         return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import httpx2
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from mlx_parallm.api.nets.oip.body import HEADER_LENGTH
 from tests.net_folders import policy_outputs, write_memory, write_policy
@@ -141,7 +142,8 @@ def test_answers_are_those_of_the_net(served: Served) -> None:
         "1",
     ]
     assert isinstance(answer["parameters"]["policy_version"], str)
-    for name, expected in policy_outputs(served.policy, OBS).items():
+    weights = load_file(str(served.policy / "model.safetensors"))
+    for name, expected in policy_outputs(weights, OBS).items():
         np.testing.assert_allclose(outputs[name], expected, atol=1e-5)
     assert arrays(served.infer({"inputs": [obs()]}, f"{NAMED}/versions/1/infer")).keys() == {
         "logits",
