@@ -89,8 +89,8 @@ class SequenceStates:
         if kept is None:
             raise ConflictError(
                 f"Nothing is kept of the sequence {use.sequence_id!r}: it was never started, has "
-                f"ended, was not used for {self._limits.age_s:g} s or made room for others; start "
-                "it again.",
+                f"ended, was not used for {self._limits.age_s:g} s, made room for others, or its "
+                "net was unloaded; start it again.",
                 param=SEQUENCE_PARAM,
             )
         if kept.num_rows != num_rows:
