@@ -41,6 +41,8 @@ FILE_TYPE = "application/x-safetensors"
 NO_LOG = "--disable-access-log"
 MANY_CLIENTS = 64
 ROWS, IMAGES = 64, 32
+# BESIDE_S: seconds for which a client sends images beside others.
+BESIDE_S = 6.0
 OBSERVATION = [0.1, 0.2, -0.3, 0.4]
 #: ``Figures``: a round's figures by name.
 Figures = dict[str, float]
@@ -219,8 +221,23 @@ def measure_images(args: Namespace) -> list[Figures]:
         turns = {
             "JSON": lambda: burst(server, by_json, 1, count),
             "file": lambda: burst(server, file_post(images, CNN), 1, count),
+            "beside JSON": lambda: health_beside(server, act_body(images.tolist(), CNN)),
         }
         return in_turns(turns, args.rounds)
+
+
+def health_beside(server: Server, body: dict[str, object]) -> Figures:
+    """Return percentiles of ``/health``, in ms, while another client sends a body."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "act.json"
+        file.write_text(json.dumps(body))
+        sends = raw_clients.start_clients(
+            port_of(server), ACT, file, "--clients", 1, "--seconds", BESIDE_S
+        )
+        with contextlib.closing(Clients(port_of(server), 1, get("/health"))) as clients:
+            latencies = clients.answers_within(BESIDE_S)
+        raw_clients.figures_of(sends)
+    return {"p99": 1e3 * percentile(latencies, 99), "max": 1e3 * max(latencies)}
 
 
 def checks_of_images(medians: Medians, args: Namespace) -> list[Check]:
@@ -231,6 +248,8 @@ def checks_of_images(medians: Medians, args: Namespace) -> list[Check]:
         Check(f"{what}, JSON: p50, ms", medians.of("JSON: p50")),
         Check(f"{what}, safetensors: p50, ms", medians.of("file: p50")),
         Check(f"{what}: speed-up of safetensors", medians.ratio("JSON: p50", "file: p50"), ">=", 3),
+        Check(f"{what}, JSON: /health p99 beside, ms", medians.of("beside JSON: p99")),
+        Check(f"{what}, JSON: /health max beside, ms", medians.of("beside JSON: max")),
     ]
 
 

@@ -7,9 +7,10 @@ an object of the JSON form have its name before a dot; those of the inputs may l
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from starlette.responses import Response
 
 from mlx_parallm.adapters.safetensors import read_file, write_file
 from mlx_parallm.adapters.tensors import HostTensor
-from mlx_parallm.api.http.json_body import parse_json
 from mlx_parallm.api.http.uploads import RAW_TYPES, is_json
+from mlx_parallm.api.nets.long_lists import parse_with_arrays
 from mlx_parallm.api.nets.tensors import (
     BFLOAT16,
     MARK,
@@ -94,7 +95,7 @@ def read_body(content_type: str, raw: bytes, layout: Layout) -> Body:
     if not is_json(kind):
         raise InvalidRequestError(f"The content type must be {JSON_TYPE} or {FILE_TYPE}.")
     try:
-        fields = parse_json(raw)
+        fields = parse_with_arrays(raw, partial(_places, layout=layout))
     except InvalidRequestError as refusal:
         if str(refusal) != TOO_MANY:
             raise
@@ -102,6 +103,17 @@ def read_body(content_type: str, raw: bytes, layout: Layout) -> Body:
     if not is_object(fields):
         raise InvalidRequestError("The body must be a JSON object.")
     return Body(fields, Form.OBJECTS if MARK.encode() in raw else Form.NUMBERS)
+
+
+def _places(fields: Any, layout: Layout) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield where a JSON body may have arrays; see ``parse_with_arrays``."""
+    if not is_object(fields):
+        return
+    for name in fields.keys() & (layout.arrays | {layout.inputs}):
+        yield fields, name
+    for group in (fields.get(layout.inputs), fields.get(STATES)):
+        if is_object(group) and MARK not in group:
+            yield from ((group, key) for key in group)
 
 
 def _fields_of_file(raw: bytes, layout: Layout) -> dict[str, Any]:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 
 from mlx_parallm.api.http.body_budget import held_body
-from mlx_parallm.api.http.json_body import ignored_names, parse_json
+from mlx_parallm.api.http.json_body import ignored_names
 from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.http.uploads import validated
+from mlx_parallm.api.nets.long_lists import parse_with_arrays
 from mlx_parallm.api.nets.oip.schema import InferRequest
 from mlx_parallm.types.errors import InvalidRequestError, RequestTooLargeError
-from mlx_parallm.types.json_values import is_object
+from mlx_parallm.types.json_values import is_list, is_object
 
 #: ``HEADER_LENGTH``: the header with the bytes of the JSON object, if tensors are behind it.
 HEADER_LENGTH = "Inference-Header-Content-Length"
 CONTENT_ENCODING = "Content-Encoding"
+#: ``DATA``: the field of an input with its numbers.
+DATA = "data"
 # MAX_LENGTH_DIGITS: a header may have any length, and Python refuses to read thousands of digits.
 MAX_LENGTH_DIGITS = 18
 # _WINDOW_BITS: zlib's argument by coding.
@@ -57,11 +60,19 @@ def split_body(body: bytes, header: str | None) -> InferBody:
     """
     length = len(body) if header is None else _header_length(header, len(body))
     view = memoryview(body)
-    content = parse_json(body if length == len(body) else bytes(view[:length]))
+    content = parse_with_arrays(body if length == len(body) else bytes(view[:length]), _places)
     if not is_object(content):
         raise InvalidRequestError("The body must be a JSON object.")
     fields = validated(InferRequest, content)
     return InferBody(fields, view[length:], ignored_names(InferRequest, content))
+
+
+def _places(content: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield where an object may have arrays; see ``parse_with_arrays``."""
+    inputs = content.get("inputs") if is_object(content) else None
+    for tensor in inputs if is_list(inputs) else ():
+        if is_object(tensor) and DATA in tensor:
+            yield tensor, DATA
 
 
 def _header_length(header: str, num_bytes: int) -> int:

@@ -6,12 +6,22 @@ binary tensors and sequences Triton's extensions of the protocol.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    WrapValidator,
+)
 
 from mlx_parallm.api.http.forms import NullIsAbsent, OpenForm
 from mlx_parallm.api.nets.schema import MAX_ID_CHARS
+from mlx_parallm.api.nets.tensors import is_array
 from mlx_parallm.types.json_values import is_list, is_object
 
 #: ``VERSION``: the only version of every model in this protocol. Answers name that of the weights.
@@ -82,13 +92,18 @@ class TensorParameters(OpenForm):
     ] = None
 
 
+def _as_it_is(value: Any, check: Callable[[Any], Any]) -> Any:
+    """Return an array as it is, and other values as they are checked."""
+    return value if is_array(value) else check(value)
+
+
 class InferInput(NullIsAbsent):
     """An input tensor."""
 
     name: StrictStr = Field(description="Its name in the net's signature.")
     datatype: StrictStr = Field(description="FP32, INT64, … as the signature has it.")
     shape: Shape = Field(description="Its sizes, the rows first.")
-    data: list[Any] | None = Field(
+    data: Annotated[list[Any], WrapValidator(_as_it_is)] | None = Field(
         None, description="Its numbers in the order of rows, flat or nested."
     )
     parameters: TensorParameters = TensorParameters()
