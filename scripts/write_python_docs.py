@@ -19,7 +19,16 @@ from mlx_parallm import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from mlx_parallm.client import Actions, MezoClient, NetsClient, Prediction, RLClient, SyncRLClient
+from mlx_parallm.client import (
+    Actions,
+    MezoClient,
+    NetsClient,
+    Prediction,
+    RLClient,
+    SessionsClient,
+    SyncRLClient,
+    TrainingClient,
+)
 from mlx_parallm.offline.beams import BeamSearchOutput, BeamSearchSequence
 from mlx_parallm.offline.completions import CompletionOutput, RequestOutput
 
@@ -27,7 +36,8 @@ TARGET = Path(__file__).resolve().parent.parent / "docs" / "python.md"
 CLASSES: tuple[type, ...] = (
     *(LLM, SamplingParams, StructuredOutputsParams, RequestOutput, CompletionOutput),
     *(BeamParams, BeamSearchParams, BeamSearchOutput, BeamSearchSequence),
-    *(RLClient, MezoClient, NetsClient, Actions, Prediction, SyncRLClient),
+    *(RLClient, SessionsClient, MezoClient, TrainingClient, NetsClient, Actions, Prediction),
+    SyncRLClient,
 )
 # SECTION: those called Example are left out, because the guides have examples that are run.
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Example|Yields):")
@@ -62,14 +72,18 @@ def class_lines(kind: type) -> Iterator[str]:
     yield from documented.text
     if dataclasses.is_dataclass(kind):
         yield from field_table(kind, documented.items("Attributes"))
-    elif kind not in (MezoClient, NetsClient):
+    elif kind not in (SessionsClient, MezoClient, TrainingClient, NetsClient):
         init = kind.__init__
         yield from call_lines(kind.__name__, init, Docstring(inspect.getdoc(init) or ""))
         yield from bullets(documented.items("Attributes"))
+    if issubclass(kind, SessionsClient) and kind is not SessionsClient:
+        yield f"It has the methods of [{SessionsClient.__name__}](#sessionsclient).\n"
     if kind is SyncRLClient:
         yield f"Its methods are those of [{RLClient.__name__}](#rlclient)"
-        yield f"and, in `mezo` and `nets`, those of [{MezoClient.__name__}](#mezoclient) and of"
-        yield f"[{NetsClient.__name__}](#netsclient), without `await`.\n"
+        kinds = (MezoClient, TrainingClient, NetsClient)
+        links = [f"[{each.__name__}](#{each.__name__.lower()})" for each in kinds]
+        yield f"and, in `mezo`, `training` and `nets`, those of {links[0]}, {links[1]} and"
+        yield f"{links[2]}, without `await`.\n"
         return
     for name, member in vars(kind).items():
         if name.startswith("_"):

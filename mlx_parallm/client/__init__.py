@@ -8,7 +8,7 @@ from mlx_parallm.client.errors import (
     ServerUnreachableError,
     UnexpectedAnswerError,
 )
-from mlx_parallm.client.mezo import MezoClient
+from mlx_parallm.client.mezo import MezoClient, SessionsClient, TrainingClient
 from mlx_parallm.client.nets import Actions, NetsClient, Prediction
 from mlx_parallm.client.results import (
     AdapterInfo,
@@ -20,11 +20,12 @@ from mlx_parallm.client.results import (
     VersionSpan,
 )
 from mlx_parallm.client.rl import RLClient
-from mlx_parallm.client.sync import SyncMezoClient, SyncNetsClient, SyncRLClient
+from mlx_parallm.client.sync import SyncMezoClient, SyncNetsClient, SyncRLClient, SyncTrainingClient
 from mlx_parallm.client.tensors import encode_safetensors
 from mlx_parallm.client.training import (
     Checkpoint,
     Evaluation,
+    GradientStep,
     PerturbedAdapter,
     TrainingSession,
     TrainingStep,
@@ -37,6 +38,7 @@ __all__ = [
     "Checkpoint",
     "ClientError",
     "Evaluation",
+    "GradientStep",
     "Group",
     "MezoClient",
     "NetsClient",
@@ -49,9 +51,12 @@ __all__ = [
     "Sample",
     "Score",
     "ServerUnreachableError",
+    "SessionsClient",
     "SyncMezoClient",
     "SyncNetsClient",
     "SyncRLClient",
+    "SyncTrainingClient",
+    "TrainingClient",
     "TrainingSession",
     "TrainingStep",
     "TrainingTotals",

@@ -1,4 +1,4 @@
-"""The client of ``/v1/mezo``: training sessions inside the server."""
+"""The client of ``/v1/training`` and ``/v1/mezo``: training sessions inside the server."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import io
 import zipfile
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack
 from urllib.parse import quote
 
 from mlx_parallm.client.errors import (
@@ -20,18 +20,21 @@ from mlx_parallm.client.results import AdapterInfo, adapter_of, expected
 from mlx_parallm.client.training import (
     Checkpoint,
     Evaluation,
+    GradientStep,
     PerturbedAdapter,
     TrainingSession,
     TrainingStep,
     checkpoint_of,
     evaluation_of,
+    gradient_step_of,
     perturbed_adapter_of,
     session_of,
     step_of,
 )
 from mlx_parallm.client.transport import Transport
 
-_SESSIONS = "/v1/mezo/sessions"
+StepT = TypeVar("StepT", TrainingStep, GradientStep)
+
 _RETRY_S = 0.5
 # _RETURNING: statuses of servers that start or stop, and of proxies before them.
 _RETURNING = frozenset({502, 503, 504})
@@ -42,7 +45,7 @@ Data = Sequence[Row] | str
 
 
 class SessionOptions(TypedDict, total=False):
-    """Further fields of ``POST /v1/mezo/sessions``; the API reference describes them."""
+    """Further fields of ``POST /v1/training/sessions``; the API reference describes them."""
 
     adapter: str
     trainable: Mapping[str, Any]
@@ -55,7 +58,7 @@ class SessionOptions(TypedDict, total=False):
 
 
 class PublishOptions(TypedDict, total=False):
-    """Options of ``MezoClient.publish``.
+    """Options of ``SessionsClient.publish``.
 
     Attributes:
         version: the label of its answers; by default the server counts versions.
@@ -68,22 +71,22 @@ class PublishOptions(TypedDict, total=False):
     step: int
 
 
-class MezoClient:
-    """The training sessions of a server: ``RLClient.mezo``. All methods need the admin key.
+class SessionsClient(Generic[StepT]):
+    """The training sessions of a server, whatever their estimator is."""
 
-    Example:
-        >>> async with RLClient("http://127.0.0.1:8000") as client:
-        ...     objective = {"kind": "label_words", "label_words": {"good": "cat", "bad": "dog"}}
-        ...     rows = [{"text": "a joyful film", "label": "good"}]
-        ...     session = await client.mezo.create("demo:mlm", objective, rows, batch_size=1)
-        ...     await client.mezo.run(session.id, 100)
-        ...     async for step in client.mezo.events(session.id):
-        ...         print(step.step, step.loss_plus)
-        ...     await client.mezo.publish(session.id, "films")
-    """
+    def __init__(
+        self, transport: Transport, prefix: str, step_of: Callable[[Mapping[str, Any]], StepT]
+    ) -> None:
+        """Prepare.
 
-    def __init__(self, transport: Transport) -> None:
+        Args:
+            transport: asks the server.
+            prefix: of the paths of the routes.
+            step_of: returns a step in an answer.
+        """
         self._transport = transport
+        self._prefix = prefix
+        self._step_of = step_of
 
     async def create(
         self,
@@ -102,21 +105,21 @@ class MezoClient:
             **options: see ``SessionOptions``.
         """
         body = _present({"model": model, "objective": objective, "data": data, **options})
-        return await self._session("POST", _SESSIONS, json=body)
+        return await self._session("POST", self._path(), json=body)
 
     async def sessions(self) -> list[TrainingSession]:
         """Return all sessions, oldest first."""
-        answer = await self._transport.ask("GET", _SESSIONS)
+        answer = await self._transport.ask("GET", self._path())
         with expected("The list of sessions"):
             return [session_of(item) for item in answer["data"]]
 
     async def get(self, session_id: str) -> TrainingSession:
         """Return a session."""
-        return await self._session("GET", _path(session_id))
+        return await self._session("GET", self._path(session_id))
 
     async def delete(self, session_id: str) -> None:
         """Delete a session and its log; adapters that it has published stay."""
-        await self._transport.ask("DELETE", _path(session_id))
+        await self._transport.ask("DELETE", self._path(session_id))
 
     async def step(
         self,
@@ -128,7 +131,7 @@ class MezoClient:
         epsilon: float | None = None,
         learning_rate: float | None = None,
         return_losses: bool = False,
-    ) -> list[TrainingStep]:
+    ) -> list[StepT]:
         """Make steps and return them once all are made.
 
         Args:
@@ -144,7 +147,7 @@ class MezoClient:
         body = _present(
             {"steps": steps, "batch": batch, **changes, "return_losses": return_losses or None}
         )
-        return await self._steps(_path(session_id, "step"), body)
+        return await self._steps(self._path(session_id, "step"), body)
 
     async def train_step(
         self,
@@ -156,8 +159,8 @@ class MezoClient:
         epsilon: float | None = None,
         learning_rate: float | None = None,
         return_losses: bool = False,
-    ) -> list[TrainingStep]:
-        """Make steps by ``POST /v1/mezo/train_step``, which does the same as ``step``."""
+    ) -> list[StepT]:
+        """Make steps by ``POST …/train_step``, which does the same as ``step``."""
         body = _present(
             {
                 "session_id": session_id,
@@ -169,42 +172,15 @@ class MezoClient:
                 "return_losses": return_losses or None,
             }
         )
-        return await self._steps("/v1/mezo/train_step", body)
-
-    async def ask(self, session_id: str) -> list[PerturbedAdapter]:
-        """Return the perturbed adapters of the next step, which are served until ``tell``.
-
-        Asking again returns the same ones, also after a restart of the server.
-
-        Example:
-            >>> adapters = await client.mezo.ask(session.id)
-            >>> losses = {adapter.name: await play(adapter.name) for adapter in adapters}
-            >>> step = await client.mezo.tell(session.id, losses)
-        """
-        answer = await self._transport.ask("POST", _path(session_id, "ask"))
-        with expected("The adapters"):
-            return [perturbed_adapter_of(item) for item in answer["data"]]
-
-    async def tell(
-        self, session_id: str, losses: Mapping[str, float] | Sequence[float]
-    ) -> TrainingStep:
-        """Make the step from the losses of the adapters of ``ask``, and return it.
-
-        Args:
-            session_id: the session.
-            losses: by the adapters' names, or in their order.
-        """
-        values = dict(losses) if isinstance(losses, Mapping) else list(losses)
-        (step,) = await self._steps(_path(session_id, "tell"), {"losses": values})
-        return step
+        return await self._steps(f"{self._prefix}/train_step", body)
 
     async def run(self, session_id: str, steps: int) -> TrainingSession:
         """Begin to make steps in the background; ``events`` yields them."""
-        return await self._session("POST", _path(session_id, "run"), json={"steps": steps})
+        return await self._session("POST", self._path(session_id, "run"), json={"steps": steps})
 
     async def events(
         self, session_id: str, *, after: int = 0, reconnect_s: float = 30.0
-    ) -> AsyncGenerator[TrainingStep]:
+    ) -> AsyncGenerator[StepT]:
         """Yield each step after a step, until no more are made in the background.
 
         If the connection breaks, or the server restarts, the iterator connects again and
@@ -237,28 +213,24 @@ class MezoClient:
 
     async def pause(self, session_id: str) -> TrainingSession:
         """Make no more steps until ``resume``."""
-        return await self._session("POST", _path(session_id, "pause"))
+        return await self._session("POST", self._path(session_id, "pause"))
 
     async def resume(self, session_id: str) -> TrainingSession:
         """Continue after a pause, whatever its reason."""
-        return await self._session("POST", _path(session_id, "resume"))
+        return await self._session("POST", self._path(session_id, "resume"))
 
     async def evaluate(self, session_id: str, data: Data) -> Evaluation:
         """Return loss, accuracy and macro F1 of the adapter as it is."""
-        path = _path(session_id, "evaluate")
+        path = self._path(session_id, "evaluate")
         answer = await self._transport.ask("POST", path, json={"data": data})
         with expected("The evaluation"):
             return evaluation_of(answer)
 
     async def checkpoint(self, session_id: str) -> Checkpoint:
         """Return the number of steps, to which ``publish`` and ``adapter`` can return."""
-        answer = await self._transport.ask("POST", _path(session_id, "checkpoint"))
+        answer = await self._transport.ask("POST", self._path(session_id, "checkpoint"))
         with expected("The checkpoint"):
             return checkpoint_of(answer)
-
-    async def log(self, session_id: str) -> bytes:
-        """Return the log: for each step its seed, uint64, and its coefficients, float32."""
-        return await self._transport.content("GET", _path(session_id, "log"))
 
     async def publish(
         self, session_id: str, name: str, **options: Unpack[PublishOptions]
@@ -270,7 +242,7 @@ class MezoClient:
                 (status 412).
         """
         body = {"name": name, **options}
-        answer = await self._transport.ask("POST", _path(session_id, "publish"), json=body)
+        answer = await self._transport.ask("POST", self._path(session_id, "publish"), json=body)
         with expected("The adapter"):
             return adapter_of(answer)
 
@@ -289,7 +261,7 @@ class MezoClient:
             step: the adapter as it was after so many steps; default: as it is.
         """
         query = _present({"format": form, "step": step})
-        return await self._transport.content("GET", _path(session_id, "adapter"), params=query)
+        return await self._transport.content("GET", self._path(session_id, "adapter"), params=query)
 
     async def save_adapter(
         self,
@@ -311,23 +283,91 @@ class MezoClient:
         with expected("The session"):
             return session_of(answer)
 
-    async def _steps(self, path: str, body: Mapping[str, Any]) -> list[TrainingStep]:
+    async def _steps(self, path: str, body: Mapping[str, Any]) -> list[StepT]:
         answer = await self._transport.ask("POST", path, json=body)
         with expected("The steps"):
-            return [step_of(item) for item in answer["data"]]
+            return [self._step_of(item) for item in answer["data"]]
 
-    async def _steps_after(self, session_id: str, after: int) -> AsyncGenerator[TrainingStep]:
-        path = _path(session_id, "events")
+    async def _steps_after(self, session_id: str, after: int) -> AsyncGenerator[StepT]:
+        path = self._path(session_id, "events")
         stream = self._transport.whole_stream(path, {"after": after})
         async with contextlib.aclosing(stream) as events:
             async for event in events:
                 with expected("A step"):
-                    step = step_of(event)
+                    step = self._step_of(event)
                 yield step
 
+    def _path(self, *parts: str) -> str:
+        """Return the path of sessions, or of a session and what is below it."""
+        return "/".join((self._prefix, "sessions", *(quote(part, safe="") for part in parts)))
 
-def _path(session_id: str, *parts: str) -> str:
-    return "/".join((_SESSIONS, quote(session_id, safe=""), *parts))
+
+class MezoClient(SessionsClient[TrainingStep]):
+    """The training sessions of a server: ``RLClient.mezo``. All methods need the admin key.
+
+    Example:
+        >>> async with RLClient("http://127.0.0.1:8000") as client:
+        ...     objective = {"kind": "label_words", "label_words": {"good": "cat", "bad": "dog"}}
+        ...     rows = [{"text": "a joyful film", "label": "good"}]
+        ...     session = await client.mezo.create("demo:mlm", objective, rows, batch_size=1)
+        ...     await client.mezo.run(session.id, 100)
+        ...     async for step in client.mezo.events(session.id):
+        ...         print(step.step, step.loss_plus)
+        ...     await client.mezo.publish(session.id, "films")
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        """Prepare; see ``SessionsClient``."""
+        super().__init__(transport, "/v1/mezo", step_of)
+
+    async def ask(self, session_id: str) -> list[PerturbedAdapter]:
+        """Return the perturbed adapters of the next step, which are served until ``tell``.
+
+        Asking again returns the same ones, also after a restart of the server.
+
+        Example:
+            >>> adapters = await client.mezo.ask(session.id)
+            >>> losses = {adapter.name: await play(adapter.name) for adapter in adapters}
+            >>> step = await client.mezo.tell(session.id, losses)
+        """
+        answer = await self._transport.ask("POST", self._path(session_id, "ask"))
+        with expected("The adapters"):
+            return [perturbed_adapter_of(item) for item in answer["data"]]
+
+    async def tell(
+        self, session_id: str, losses: Mapping[str, float] | Sequence[float]
+    ) -> TrainingStep:
+        """Make the step from the losses of the adapters of ``ask``, and return it.
+
+        Args:
+            session_id: the session.
+            losses: by the adapters' names, or in their order.
+        """
+        values = dict(losses) if isinstance(losses, Mapping) else list(losses)
+        (step,) = await self._steps(self._path(session_id, "tell"), {"losses": values})
+        return step
+
+    async def log(self, session_id: str) -> bytes:
+        """Return the log: for each step its seed, uint64, and its coefficients, float32."""
+        return await self._transport.content("GET", self._path(session_id, "log"))
+
+
+class TrainingClient(SessionsClient[GradientStep]):
+    """The sessions that take gradients: ``RLClient.training``. All methods need the admin key.
+
+    Example:
+        >>> async with RLClient("http://127.0.0.1:8000") as client:
+        ...     session = await client.training.create(
+        ...         "demo:mlm", objective, rows, batch_size=1, estimator={"kind": "gradient"}
+        ...     )
+        ...     await client.training.run(session.id, 50)
+        ...     async for step in client.training.events(session.id):
+        ...         print(step.step, step.loss, step.norm)
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        """Prepare; see ``SessionsClient``."""
+        super().__init__(transport, "/v1/training", gradient_step_of)
 
 
 def _present(fields: Mapping[str, Any]) -> dict[str, Any]:

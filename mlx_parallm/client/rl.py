@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from mlx_parallm.client.errors import RequestFailedError, ServerUnreachableError, failure_in
 from mlx_parallm.client.images import ImageInput, image_urls, with_image_urls
-from mlx_parallm.client.mezo import MezoClient
+from mlx_parallm.client.mezo import MezoClient, TrainingClient
 from mlx_parallm.client.nets import NetsClient
 from mlx_parallm.client.results import (
     AdapterInfo,
@@ -127,7 +127,8 @@ class RLClient:
     there is no answer, and ``UnexpectedAnswerError`` if the answer is of another form.
 
     Attributes:
-        mezo: the server's training sessions.
+        mezo: the server's training sessions that learn by forward passes.
+        training: those that take gradients.
         nets: the server's nets and policies.
     """
 
@@ -143,6 +144,7 @@ class RLClient:
         """
         self._transport = Transport(base_url, api_key, timeout_s)
         self.mezo = MezoClient(self._transport)
+        self.training = TrainingClient(self._transport)
         self.nets = NetsClient(self._transport)
 
     async def __aenter__(self) -> Self:

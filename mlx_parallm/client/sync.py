@@ -11,7 +11,7 @@ from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
-from mlx_parallm.client.mezo import MezoClient
+from mlx_parallm.client.mezo import MezoClient, TrainingClient
 from mlx_parallm.client.nets import NetsClient
 from mlx_parallm.client.rl import RLClient
 
@@ -165,6 +165,26 @@ class SyncMezoClient(_Blocking[MezoClient]):
     save_adapter = _blocking(MezoClient.save_adapter)
 
 
+class SyncTrainingClient(_Blocking[TrainingClient]):
+    """The sessions that take gradients: ``SyncRLClient.training``, with its methods."""
+
+    create = _blocking(TrainingClient.create)
+    sessions = _blocking(TrainingClient.sessions)
+    get = _blocking(TrainingClient.get)
+    delete = _blocking(TrainingClient.delete)
+    step = _blocking(TrainingClient.step)
+    train_step = _blocking(TrainingClient.train_step)
+    run = _blocking(TrainingClient.run)
+    events = _iterating(TrainingClient.events)
+    pause = _blocking(TrainingClient.pause)
+    resume = _blocking(TrainingClient.resume)
+    evaluate = _blocking(TrainingClient.evaluate)
+    checkpoint = _blocking(TrainingClient.checkpoint)
+    publish = _blocking(TrainingClient.publish)
+    adapter = _blocking(TrainingClient.adapter)
+    save_adapter = _blocking(TrainingClient.save_adapter)
+
+
 class SyncNetsClient(_Blocking[NetsClient]):
     """The nets of a server: ``SyncRLClient.nets``, with ``NetsClient``'s methods."""
 
@@ -175,7 +195,7 @@ class SyncNetsClient(_Blocking[NetsClient]):
 class SyncRLClient(_Blocking[RLClient]):
     """``RLClient`` for programs without an event loop, such as scripts and notebooks.
 
-    It has the same methods. They wait for the answer; ``stream_rollout`` and ``mezo.events`` are
+    It has the same methods. They wait for the answer; ``stream_rollout`` and ``events`` are
     generators, and leaving one early ends what it still waits for. It may be used on any thread.
 
     Example:
@@ -184,7 +204,8 @@ class SyncRLClient(_Blocking[RLClient]):
         ...     print(rollout.samples[0].token_ids, rollout.samples[0].logprobs)
 
     Attributes:
-        mezo: the server's training sessions.
+        mezo: the server's training sessions that learn by forward passes.
+        training: those that take gradients.
         nets: the server's nets and policies.
     """
 
@@ -195,6 +216,7 @@ class SyncRLClient(_Blocking[RLClient]):
         client = RLClient(base_url, api_key=api_key, timeout_s=timeout_s)
         super().__init__(client, _LoopThread())
         self.mezo = SyncMezoClient(client.mezo, self.thread)
+        self.training = SyncTrainingClient(client.training, self.thread)
         self.nets = SyncNetsClient(client.nets, self.thread)
 
     def __enter__(self) -> Self:

@@ -41,6 +41,41 @@ class TrainingStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GradientStep:
+    """A step that a session has made from a gradient.
+
+    Attributes:
+        step: its number, from 1.
+        loss: mean loss of the batch.
+        norm: of the gradient, before it was clipped.
+        learning_rate: of the step.
+        tokens: of the batch, without padding.
+        facts: means of what else the loss reports, such as margins.
+        validation_loss: mean loss of the validation data; None: not evaluated.
+        lookups: see ``TrainingStep``.
+        hits: likewise.
+        layer_tokens: likewise.
+        naive_layer_tokens: likewise.
+        forward_s: seconds that forwards and gradients took.
+        losses: if they were asked for: one list, of the loss of each example.
+    """
+
+    step: int
+    loss: float
+    norm: float
+    learning_rate: float
+    tokens: int
+    facts: Mapping[str, float]
+    validation_loss: float | None
+    lookups: int
+    hits: int
+    layer_tokens: int
+    naive_layer_tokens: int
+    forward_s: float
+    losses: Sequence[Sequence[float]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingTotals:
     """The costs of all steps of a session; see ``TrainingStep``.
 
@@ -77,7 +112,10 @@ class TrainingSession:
         base: SHA-256 of the weights that it trains on.
         published: names of the adapters that it has published.
         pending: names of the adapters whose losses it waits for.
-        warning: why it hardly learns; None: no reason is known.
+        gradient_form: "staged": a layer at a time beside streams; "whole"; None: none are taken.
+        checkpoints: steps that can be returned to; None: all of them, by the log.
+        best: the step of the least validation loss; None: none was evaluated.
+        warning: why it hardly learns, or has other bits; None: no reason is known.
         totals: costs of all steps.
         last: the latest step; None before the first.
         config: the settings.
@@ -98,9 +136,12 @@ class TrainingSession:
     base: str | None
     published: Sequence[str]
     pending: Sequence[str]
+    gradient_form: str | None
+    checkpoints: Sequence[int] | None
+    best: int | None
     warning: str | None
     totals: TrainingTotals
-    last: TrainingStep | None
+    last: TrainingStep | GradientStep | None
     config: Mapping[str, Any]
 
 
@@ -161,10 +202,17 @@ def step_of(answer: Mapping[str, Any]) -> TrainingStep:
     return read(TrainingStep, answer, STEP_NAMES)
 
 
+def gradient_step_of(answer: Mapping[str, Any]) -> GradientStep:
+    """Return a step from a gradient in an answer, or an event of a session."""
+    return read(GradientStep, answer, STEP_NAMES)
+
+
 def session_of(answer: Mapping[str, Any]) -> TrainingSession:
-    """Return a session in an answer of ``/v1/mezo/sessions``."""
+    """Return a session in an answer of ``/v1/training/sessions``."""
     totals = read(TrainingTotals, answer["totals"], TOTALS_NAMES)
-    last = None if answer["last"] is None else step_of(answer["last"])
+    last = answer["last"]
+    if last is not None:
+        last = gradient_step_of(last) if "norm" in last else step_of(last)
     return read(TrainingSession, answer, totals=totals, last=last)
 
 

@@ -165,6 +165,7 @@ class OfflineSession:
                 records.append((await self._session.step()).record)
                 if on_step is not None:
                     on_step(records[-1])
+            await self._session.keep()
             return records
 
         return self._do(work)
@@ -184,7 +185,7 @@ class OfflineSession:
 
     def log(self) -> bytes:
         """Return the log: for each step its seed, uint64, and its coefficients, float32."""
-        return self._session.files.log()
+        return self._session.log()
 
     def publish(
         self, name: str, *, version: str | None = None, step: int | None = None
@@ -219,6 +220,7 @@ class OfflineSession:
             return
         # An LLM that is closed has nothing of the session.
         with contextlib.suppress(ParallmError):
+            self._do(self._session.keep)
             self._do(self._session.close)
         self._is_closed = True
         self._session.files.close()

@@ -17,6 +17,7 @@ from mlx_parallm.training.metrics import TrainingMetrics
 from mlx_parallm.training.requests import TrainingEvent, TrainingRequest
 from mlx_parallm.types.errors import ParallmError, RequestAbortedError, StepError
 from mlx_parallm.types.events import ErrorEvent
+from mlx_parallm.types.gradients import GradientResult
 from mlx_parallm.types.training import PairResult
 from mlx_parallm.types.work import Event
 from mlx_parallm.worker.ops import (
@@ -202,7 +203,7 @@ class TrainingEngine(WorkBeside):
             result = state.pending.wait()
         finally:
             state.seconds += self._clock() - begin_s
-        if isinstance(result, PairResult):
+        if isinstance(result, PairResult | GradientResult):
             self._metrics.on_forward(result, state.seconds)
         state.pending, state.seconds = None, 0.0
         state.results.append(result)

@@ -11,6 +11,7 @@ from mlx_parallm.training.requests import TrainingOp
 from mlx_parallm.training.session_files import SessionFiles
 from mlx_parallm.training.settings import StepChanges
 from mlx_parallm.training.step_forwards import MadeStep
+from mlx_parallm.types.gradients import TrainingArrays
 from mlx_parallm.types.training import TrainableInfo
 from mlx_parallm.worker.training_ops import OpenTraining
 
@@ -34,6 +35,20 @@ class StepHost(Protocol):
         ...
 
     @property
+    def info(self) -> TrainableInfo | None:
+        """Return facts about its adapter; None if the engine's part is not open."""
+        ...
+
+    @property
+    def examples(self) -> list[Example]:
+        """Return all of its examples, which a loss may add references to."""
+        ...
+
+    def save(self, **changes: Any) -> None:
+        """Change the state; raise StorageError if it cannot be saved."""
+        ...
+
+    @property
     def num_steps(self) -> int:
         """Return the number of steps made."""
         ...
@@ -54,6 +69,21 @@ class StepHost(Protocol):
         """Return the results of ops; open the session anew, and try again, if it was lost."""
         ...
 
+    async def send(self, *ops: TrainingOp) -> tuple[Any, ...]:
+        """Return the results of ops; raise SessionLostError if the session was lost."""
+        ...
+
+    async def beside(self, state: TrainingArrays | None, *ops: TrainingOp) -> tuple[Any, ...]:
+        """Return the results of ops about the session with other parameters.
+
+        ``state``: the parameters; None: those of the beginning.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Open the engine's part anew before its next op."""
+        ...
+
     def note(self, record: StepRecord, logged: bytes = b"") -> None:
         """Write a step down; raise StorageError, and count nothing, if the disk refuses it."""
         ...
@@ -62,7 +92,7 @@ class StepHost(Protocol):
 class Estimation(Protocol):
     """Makes the steps of a session. Its methods run one after the other."""
 
-    def opening(self, op: OpenTraining) -> tuple[TrainingOp, ...]:
+    async def opening(self, op: OpenTraining) -> tuple[TrainingOp, ...]:
         """Return ops that open the session with what its files know, of which one is first."""
         ...
 
@@ -81,6 +111,10 @@ class Estimation(Protocol):
 
     async def step(self, examples: Sequence[Example] | None, changes: StepChanges) -> MadeStep:
         """Make a step on these examples, or on the next batch, and note it."""
+        ...
+
+    async def keep(self) -> None:
+        """Have what was learnt on disk, so that no step needs to be made again."""
         ...
 
     async def weights(self, step: int | None, *, of_checkpoint: bool) -> AdapterWeights:

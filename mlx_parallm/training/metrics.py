@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter
 
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.types.gradients import GradientResult
 from mlx_parallm.types.training import PairResult
 
 
@@ -13,7 +14,9 @@ class TrainingFamilies:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.forwards = Counter(
-            "mlx_parallm:mezo_forwards", "Forwards of perturbed copies.", registry=registry
+            "mlx_parallm:mezo_forwards",
+            "Forwards of sessions, with their gradients.",
+            registry=registry,
         )
         self.seconds = Counter(
             "mlx_parallm:mezo_forward_seconds", "Time of these forwards.", registry=registry
@@ -34,7 +37,7 @@ class TrainingMetrics:
     def __init__(self, families: MetricFamilies) -> None:
         self._families = families.of(TrainingFamilies)
 
-    def on_forward(self, result: PairResult, seconds: float) -> None:
+    def on_forward(self, result: PairResult | GradientResult, seconds: float) -> None:
         """Count a forward."""
         self._families.forwards.inc()
         self._families.seconds.inc(seconds)

@@ -21,6 +21,8 @@ class Measure(StrEnum):
     error: 1 for a wrong label and 0 for the right one; it has no gradient.
     f1: 1 less the mean F1 of the labels over all rows together; it has no gradient.
     reward: the reward of what the model generates, negated; measured by the judge of samples.
+    preference: the negative log-probability that the chosen of two is preferred; by gradients only.
+    policy: the negative advantage times the ratio of probabilities; by gradients only.
     """
 
     CROSS_ENTROPY = "cross_entropy"
@@ -28,6 +30,8 @@ class Measure(StrEnum):
     ERROR = "error"
     F1 = "f1"
     REWARD = "reward"
+    PREFERENCE = "preference"
+    POLICY = "policy"
 
     @property
     def is_forward(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -12,12 +12,14 @@ from typing_extensions import override
 from mlx_parallm.storage.records import as_fields, as_record
 from mlx_parallm.training.batches import BatchOrder
 from mlx_parallm.training.objectives import Measure
-from mlx_parallm.training.settings import MezoSettings
+from mlx_parallm.training.settings import EstimatorSettings, GradientSettings
+from mlx_parallm.types.gradients import LossSpec, LossTarget
 from mlx_parallm.types.training import (
     ChoiceInput,
     ForwardSize,
     TrainableSpec,
     TrainingInput,
+    num_tokens,
 )
 
 
@@ -53,7 +55,7 @@ class SessionConfig:
         id: unique.
         model: the first name of the model.
         trainable: the adapter.
-        estimator: how gradients are estimated, and steps made of them.
+        estimator: how gradients are had, and steps made of them.
         measure: the loss to minimise; None: the one that the caller reports.
         objective: how rows of data are read, as the caller gave it; plain JSON.
         batch_size: examples of a step.
@@ -63,12 +65,13 @@ class SessionConfig:
         seed: draws the batches and the directions.
         adapter: the name of the adapter that it started from; None: of none.
         created_at: Unix seconds.
+        loss: of which gradients are taken; None: the measure says it.
     """
 
     id: str
     model: str
     trainable: TrainableSpec
-    estimator: MezoSettings
+    estimator: EstimatorSettings
     measure: Measure | None
     objective: Mapping[str, Any]
     batch_size: int
@@ -78,11 +81,12 @@ class SessionConfig:
     seed: int
     created_at: int
     adapter: str | None = None
+    loss: LossSpec | None = None
 
     @property
     def record_kind(self) -> type[StepRecord]:
         """Return the type of the records of its steps."""
-        return MezoRecord
+        return GradientRecord if isinstance(self.estimator, GradientSettings) else MezoRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,8 @@ class SessionState:
         published: names of adapters that it has published.
         asked_at: the number of steps when losses were asked for; None, or less than the session has
             made: none are pending.
+        notice: why its steps may have other bits than those of an undisturbed session; None: they
+            have not.
     """
 
     status: Status = Status.READY
@@ -108,6 +114,11 @@ class SessionState:
     until: int = 0
     published: tuple[str, ...] = ()
     asked_at: int | None = None
+    notice: str | None = None
+
+
+# OWN_FIELDS: fields of an example besides those of its input.
+OWN_FIELDS = ("label", "metadata", "other", "target")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +129,30 @@ class Example:
         input: see the class.
         label: the index of its right label; 0 for a prompt whose samples are judged.
         metadata: passed to the verifier with the prompt; None: nothing.
+        other: the input that this one is preferred to, of models with a score; None: there is none.
+        target: the facts that make its loss; None: the label does.
     """
 
     input: TrainingInput
     label: int
     metadata: Mapping[str, Any] | None = None
+    other: TrainingInput | None = None
+    target: LossTarget | None = None
+
+    @property
+    def loss_target(self) -> LossTarget:
+        """Return the facts that make its loss."""
+        return LossTarget(label=self.label) if self.target is None else self.target
+
+    @property
+    def inputs(self) -> list[TrainingInput]:
+        """Return all of its inputs."""
+        return [self.input] if self.other is None else [self.input, self.other]
+
+    @property
+    def num_tokens(self) -> int:
+        """Return how many tokens a forward of it has, without padding to other examples."""
+        return len(self.inputs) * max(map(num_tokens, self.inputs))
 
     def sharing(self, shares: bool) -> Example:
         """Return it with choices that share their prompt, or not."""
@@ -132,14 +162,14 @@ class Example:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object: the fields of its input, and its own."""
-        own = as_fields(self)
+        own = {name: value for name, value in as_fields(self).items() if value is not None}
         return as_fields(own.pop("input")) | own
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Example:
         """Return what ``to_json`` returned; raise TypeError or ValueError if it did not."""
         item = dict(stored)
-        own = {name: item.pop(name) for name in ("label", "metadata") if name in item}
+        own = {name: item.pop(name) for name in OWN_FIELDS if name in item}
         return as_record(own | {"input": item}, Example)
 
 
@@ -163,7 +193,7 @@ class Costs:
 
     def __add__(self, other: Costs) -> Costs:
         """Return the costs of both together."""
-        names = (field.name for field in fields(Costs))
+        names = (each.name for each in fields(Costs))
         return Costs(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
@@ -206,3 +236,34 @@ class MezoRecord(StepRecord):
     def is_zero(self) -> bool:
         """True if the step changed nothing, because all losses were equal."""
         return not any(self.gradients)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientRecord(StepRecord):
+    """A step that was made from a gradient.
+
+    Attributes:
+        loss: mean over the examples of the step.
+        norm: of the gradient, before it was clipped.
+        learning_rate: of the step.
+        tokens: those of the examples, padding excluded.
+        arithmetic: see ``TrainableInfo``.
+        is_given: True if the caller gave the examples; the step cannot be made again.
+        facts: means over the examples of what else the loss reports, by name.
+        validation_loss: of the session's validation data after the step; None: not evaluated.
+    """
+
+    loss: float
+    norm: float
+    learning_rate: float
+    tokens: int
+    arithmetic: str
+    is_given: bool = False
+    facts: Mapping[str, float] = field(default_factory=dict[str, float])
+    validation_loss: float | None = None
+
+    @property
+    @override
+    def is_zero(self) -> bool:
+        """True if the gradient was 0."""
+        return self.norm == 0

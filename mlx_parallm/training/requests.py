@@ -10,12 +10,16 @@ from mlx_parallm.worker.ops import (
     ReadAdapter,
 )
 from mlx_parallm.worker.training_ops import (
+    ApplyGradient,
     ApplySteps,
     CloseTraining,
+    DropGradient,
+    GradientForward,
     Materialise,
     MeasureInputs,
     OpenTraining,
     PairForward,
+    ReadTraining,
 )
 
 TrainingOp = (
@@ -23,6 +27,10 @@ TrainingOp = (
     | MeasureInputs
     | PairForward
     | ApplySteps
+    | GradientForward
+    | ApplyGradient
+    | DropGradient
+    | ReadTraining
     | Materialise
     | ReadAdapter
     | CloseTraining
@@ -49,14 +57,18 @@ class TrainingRequest:
 
     def work(self) -> RequestWork:
         """Return what the request asks of an engine."""
-        forwards = [op for op in self.ops if isinstance(op, PairForward)]
-        num_tokens = sum(
-            len(op.inputs[row].token_ids)
-            for op in forwards
-            for segment in op.segments
-            for row in segment.rows
-        )
+        num_tokens = sum(map(_num_tokens, self.ops))
         return RequestWork(num_tokens=num_tokens, sticky=("training", self.session))
+
+
+def _num_tokens(op: TrainingOp) -> int:
+    """Return how many tokens an op computes."""
+    if isinstance(op, GradientForward):
+        return sum(len(item.token_ids) for item in op.inputs)
+    if isinstance(op, PairForward):
+        rows = (row for segment in op.segments for row in segment.rows)
+        return sum(len(op.inputs[row].token_ids) for row in rows)
+    return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

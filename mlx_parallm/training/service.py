@@ -36,6 +36,7 @@ from mlx_parallm.types.errors import (
     PausedError,
     RequestAbortedError,
     RequestLostError,
+    SessionLostError,
     ShuttingDownError,
     StorageError,
 )
@@ -51,7 +52,13 @@ MAX_LOST = 4
 # ASLEEP: why a session was paused that goes on once the server is awake.
 ASLEEP = "The server is asleep."
 # TEMPORARY: after these a run goes on by itself.
-TEMPORARY = (PausedError, RequestAbortedError, EngineDeadError, OverloadedError)
+TEMPORARY = (
+    PausedError,
+    RequestAbortedError,
+    EngineDeadError,
+    OverloadedError,
+    SessionLostError,
+)
 # ENDING: these pause a session until a request resumes it.
 ENDING = (ConflictError, ModelNotFoundError, StorageError)
 
@@ -422,7 +429,7 @@ class TrainingService(Watcher):
             except ShuttingDownError:
                 return
             except TEMPORARY as problem:
-                num_aborted += isinstance(problem, RequestAbortedError)
+                num_aborted += isinstance(problem, RequestAbortedError | SessionLostError)
                 num_lost += isinstance(problem, RequestLostError)
                 if num_aborted == MAX_ABORTED or num_lost == MAX_LOST:
                     session.pause(f"The step was tried {num_aborted + num_lost} times: {problem}")
@@ -434,8 +441,14 @@ class TrainingService(Watcher):
                 # A session that fails must not say that it runs.
                 logger.exception("the session %s failed", session.config.id)
                 session.pause(f"{type(problem).__name__}: {problem}")
+        await self._keep(session)
         if session.state.status is Status.RUNNING:
             session.set_status(Status.READY)
+
+    async def _keep(self, session: Session) -> None:
+        """Have what a run has learnt on disk; what fails now is made again later."""
+        with contextlib.suppress(ParallmError):
+            await session.keep()
 
     async def _send(self, model: str, session: str, ops: tuple[TrainingOp, ...]) -> tuple[Any, ...]:
         request_id = f"{session}-{next(self._numbers)}"

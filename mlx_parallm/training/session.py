@@ -17,6 +17,7 @@ import numpy as np
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.training.batches import Batches
+from mlx_parallm.training.gradients.steps import GradientSteps
 from mlx_parallm.training.mezo.copies import Copy
 from mlx_parallm.training.mezo.steps import MezoSteps
 from mlx_parallm.training.objectives import Scores, scores
@@ -32,7 +33,7 @@ from mlx_parallm.training.records import (
 )
 from mlx_parallm.training.requests import TrainingOp
 from mlx_parallm.training.session_files import SessionFiles
-from mlx_parallm.training.settings import AS_SET, StepChanges
+from mlx_parallm.training.settings import AS_SET, GradientSettings, StepChanges
 from mlx_parallm.training.start import StartParameters
 from mlx_parallm.training.step_forwards import UNPERTURBED, MadeStep, StepForwards
 from mlx_parallm.types.errors import (
@@ -41,12 +42,12 @@ from mlx_parallm.types.errors import (
     SessionLostError,
     StorageError,
 )
+from mlx_parallm.types.gradients import TrainingArrays
 from mlx_parallm.types.training import (
     Distribution,
     FirstFactors,
     TrainableInfo,
     TrainingInput,
-    num_tokens,
 )
 from mlx_parallm.worker.training_ops import (
     CloseTraining,
@@ -61,6 +62,8 @@ Send = Callable[[str, str, tuple[TrainingOp, ...]], Awaitable[tuple[Any, ...]]]
 NUM_SAMPLES = 3
 # NUM_MEASURED: examples whose texts give the first factors, if these are measured.
 NUM_MEASURED = 128
+# MAX_OPENED: how often a session is opened for some ops, if it is lost each time.
+MAX_OPENED = 5
 # MAX_EVALUATED: inputs of an evaluation that are cut into forwards together.
 MAX_EVALUATED = 64
 
@@ -72,6 +75,7 @@ class Session:
         config: its settings.
         files: what is on disk.
         state: as it was saved last.
+        examples: those of its data.
         info: facts about its adapter; None before it was opened by this process.
         costs: of all steps together.
         num_zero: steps that changed nothing.
@@ -96,16 +100,20 @@ class Session:
         self._has_forwards = measure is not None and measure.is_forward
         keeps = self.config.mode is Mode.PAIRED and self._has_forwards
         self._cache_bytes = cache_bytes if keeps else 0
-        self._examples = files.examples()
-        lengths = [num_tokens(example.input) for example in self._examples]
+        self.examples = files.examples()
+        lengths = [example.num_tokens for example in self.examples]
         config = self.config
         self._batches = Batches(lengths, config.batch_size, config.order, config.seed)
         self.costs, self.num_zero = Costs(), 0
         self.last: StepRecord | None = None
         for record in files.all_records():
             self._count(record)
-        square = self.last.mean_square if isinstance(self.last, MezoRecord) else None
-        self._estimation = MezoSteps(self, config.estimator, square)
+        self._estimation: MezoSteps | GradientSteps
+        if isinstance(config.estimator, GradientSettings):
+            self._estimation = GradientSteps(self, config.estimator)
+        else:
+            square = self.last.mean_square if isinstance(self.last, MezoRecord) else None
+            self._estimation = MezoSteps(self, config.estimator, square)
         self._turn = asyncio.Lock()
         #: Held while its copies begin or end to be served.
         self.exchange = asyncio.Lock()
@@ -121,7 +129,7 @@ class Session:
     @property
     def num_examples(self) -> int:
         """Number of its examples."""
-        return len(self._examples)
+        return len(self.examples)
 
     def save(self, **changes: Any) -> None:
         """Change the state; raise StorageError if it cannot be saved."""
@@ -171,7 +179,7 @@ class Session:
 
     def batch_of(self, number: int) -> list[Example]:
         """Return the examples of a step, by its number from 0."""
-        return [self._examples[row] for row in self._batches.of_step(number)]
+        return [self.examples[row] for row in self._batches.of_step(number)]
 
     @property
     def batch(self) -> list[Example]:
@@ -180,12 +188,12 @@ class Session:
 
     def seed(self, changes: StepChanges = AS_SET) -> int:
         """Return the seed that draws the directions of the next step."""
-        return self._estimation.seed(changes)
+        return self._mezo.seed(changes)
 
     @property
     def copies(self) -> list[Copy]:
         """The perturbed copies of the next step, in the order of its losses."""
-        return self._estimation.copies
+        return self._mezo.copies
 
     @property
     def is_served(self) -> bool:
@@ -204,7 +212,7 @@ class Session:
             ConflictError: see ``open``.
         """
         async with self._turn:
-            return await self._estimation.perturbed(changes)
+            return await self._mezo.perturbed(changes)
 
     async def learn(
         self, losses: Sequence[float], seconds: float = 0.0, changes: StepChanges = AS_SET
@@ -218,9 +226,40 @@ class Session:
         """
         async with self._turn:
             self._check_deleted()
-            record = await self._estimation.learn(losses, seconds, changes)
+            record = await self._mezo.learn(losses, seconds, changes)
         self._notify()
         return record
+
+    @property
+    def _mezo(self) -> MezoSteps:
+        """The maker of steps from losses; raise ConflictError if the session takes gradients."""
+        if isinstance(self._estimation, GradientSteps):
+            raise ConflictError("This session takes gradients, and has no perturbed copies.")
+        return self._estimation
+
+    def log(self) -> bytes:
+        """Return the log; raise ConflictError if there is none, because gradients are taken."""
+        if isinstance(self._estimation, GradientSteps):
+            raise ConflictError(
+                "This session takes gradients, and has no log: its parameters are kept after some "
+                "steps, and its events have the losses."
+            )
+        return self.files.log()
+
+    @property
+    def kept(self) -> list[int] | None:
+        """The steps whose parameters are kept; None: each can be rebuilt from the log."""
+        return self._estimation.kept if isinstance(self._estimation, GradientSteps) else None
+
+    @property
+    def best(self) -> int | None:
+        """The step with the least validation loss; None if none was evaluated."""
+        return self._estimation.best if isinstance(self._estimation, GradientSteps) else None
+
+    async def keep(self) -> None:
+        """Have what was learnt on disk, so that no step needs to be made again."""
+        async with self._turn:
+            await self._estimation.keep()
 
     def note(self, record: StepRecord, logged: bytes = b"") -> None:
         """Write a step down; see ``StepHost``."""
@@ -301,8 +340,32 @@ class Session:
     async def _open(self) -> TrainableInfo:
         self._check_deleted()
         config, self.info = self.config, None
-        start = await self._start()
-        opening = OpenTraining(
+        ops = await self._estimation.opening(await self._opening())
+        info, *_ = await self._send(config.model, config.id, ops)
+        if self._is_deleted:
+            # It was deleted while its model was loaded, so the engine had nothing to close then.
+            await self.close()
+            self._check_deleted()
+        try:
+            self._check_base(info)
+        except ConflictError:
+            await self.close()
+            raise
+        if self.state.base is None:
+            most = config.max_tokens or info.forwards.max_tokens
+            self.save(base=info.base, forwards=replace(info.forwards, max_tokens=most))
+        self.info = info
+        try:
+            await self._estimation.restore()
+        except BaseException:
+            self.info = None
+            raise
+        return info
+
+    async def _opening(self) -> OpenTraining:
+        """Return the op that opens the session as it was in the beginning."""
+        start, config = await self._start(), self.config
+        return OpenTraining(
             model=config.model,
             session=config.id,
             spec=config.trainable,
@@ -313,32 +376,47 @@ class Session:
             second=(start and start.second) or None,
             head=(start and start.head) or None,
         )
-        ops = self._estimation.opening(opening)
-        info, *_ = await self._send(config.model, config.id, ops)
-        if self._is_deleted:
-            # It was deleted while its model was loaded, so the engine had nothing to close then.
-            await self.close()
-            self._check_deleted()
-        if self.state.base not in (None, info.base):
-            close = CloseTraining(model=config.model, session=config.id)
-            await self._send(config.model, config.id, (close,))
+
+    async def beside(self, state: TrainingArrays | None, *ops: TrainingOp) -> tuple[Any, ...]:
+        """Return the results of ops with other parameters; see ``StepHost``."""
+        model, name = self.config.model, f"{self.config.id}@"
+        opening = replace(
+            await self._opening(),
+            session=name,
+            samples=(),
+            cache_bytes=0,
+            state=state,
+            takes_gradients=True,
+        )
+        self._check_deleted()
+        own = [replace(op, session=name) for op in ops]
+        try:
+            info, *results = await self._send(model, name, (opening, *own))
+        finally:
+            await self._send(model, name, (CloseTraining(model=model, session=name),))
+        self._check_base(info)
+        return tuple(results)
+
+    def _check_base(self, info: TrainableInfo) -> None:
+        """Raise ConflictError if the model has other weights than the session was trained on."""
+        base = self.state.base
+        if base not in (None, info.base):
             raise ConflictError(
-                f"{config.model} has other weights ({info.base[:16]}) than this session was "
-                f"trained on ({self.state.base[:16] if self.state.base else None})."
+                f"{self.config.model} has other weights ({info.base[:16]}) than this session was "
+                f"trained on ({base[:16] if base else None})."
             )
-        if self.state.base is None:
-            most = config.max_tokens or info.forwards.max_tokens
-            self.save(base=info.base, forwards=replace(info.forwards, max_tokens=most))
-        self.info = info
-        await self._estimation.restore()
-        return info
+
+    def forget(self) -> None:
+        """Open the engine's part anew before its next op."""
+        self.info = None
 
     @property
     def _samples(self) -> tuple[TrainingInput, ...]:
         """Inputs with which it is tried whether kept states change a bit."""
-        examples = self._examples[:NUM_SAMPLES] if self._has_forwards else ()
+        examples = self.examples[:NUM_SAMPLES] if self._has_forwards else ()
         shares = self.config.mode is Mode.PAIRED
-        return tuple(example.sharing(shares).input for example in examples)
+        shared = [example.sharing(shares) for example in examples]
+        return tuple(item for example in shared for item in example.inputs)
 
     def in_form(self, examples: Sequence[Example]) -> list[Example]:
         """Return examples as forwards compute them; the engine's part is open."""
@@ -354,7 +432,8 @@ class Session:
         config = self.config
         start = self.files.start()
         if start is None and config.trainable.init is FirstFactors.ACTIVATIONS:
-            inputs = [example.input for example in self._examples[:NUM_MEASURED]]
+            measured = self.examples[:NUM_MEASURED]
+            inputs = [item for example in measured for item in example.inputs]
             measure = MeasureInputs(
                 model=config.model, session=config.id, spec=config.trainable, inputs=inputs
             )
@@ -366,18 +445,28 @@ class Session:
 
     async def ask(self, *ops: TrainingOp) -> tuple[Any, ...]:
         """Return the results of ops after all steps; open the session anew if it was lost."""
-        self._check_deleted()
-        model, session = self.config.model, self.config.id
-        await self.opened()
+        for left in reversed(range(MAX_OPENED)):
+            try:
+                await self.opened()
+                return await self._asked(ops)
+            except SessionLostError:
+                self.info = None
+                if not left:
+                    raise
+        raise AssertionError("the last try has returned or raised")
+
+    async def _asked(self, ops: tuple[TrainingOp, ...]) -> tuple[Any, ...]:
         before = self._estimation.unapplied
         try:
-            results = await self._send(model, session, (*before, *ops))
-        except SessionLostError:
-            await self._open()
-            return await self._send(model, session, ops)
+            results = await self.send(*before, *ops)
         except BaseException:
             # It is not known whether the session was changed.
             self.info = None
             raise
         self._estimation.note_applied()
         return results[len(before) :]
+
+    async def send(self, *ops: TrainingOp) -> tuple[Any, ...]:
+        """Return the results of ops; raise SessionLostError if the session was lost."""
+        self._check_deleted()
+        return await self._send(self.config.model, self.config.id, ops)

@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +39,11 @@ SEED_BYTES = 8
 CHUNK = 4096
 #: ``FACTORS``: first parameters that were measured or are an adapter's; no such file if drawn.
 FACTORS = "factors.safetensors"
-FILES = (CONFIG, STATE, EXAMPLES, STEPS, LOG, FACTORS)
+#: ``REFERENCE``: log-probabilities of the examples under the first parameters, if a loss has them.
+REFERENCE = "reference.json"
+FILES = (CONFIG, STATE, EXAMPLES, STEPS, LOG, FACTORS, REFERENCE)
+#: ``CHECKPOINTS``: pattern of the names of checkpoints, and of what is left of unfinished ones.
+CHECKPOINTS = "checkpoint-*"
 #: ``UNFINISHED``: is there while the others are made or deleted. If the process dies meanwhile, the
 #: next one knows by it that the folder may be deleted.
 UNFINISHED = "unfinished"
@@ -101,6 +105,8 @@ class SessionFiles:
         self._folder = folder
         self._is_closed = False
         self._kind = config.record_kind
+        #: The size of each checkpoint, by its step.
+        self.checkpoint_bytes: dict[int, int] = {}
         self._log: _Appended | None = None
         with disk.storage_errors():
             if config.estimator.log_bytes:
@@ -200,6 +206,16 @@ class SessionFiles:
         disk.replace(self._folder / FACTORS, content)
         self._factor_bytes = len(content)
 
+    def references(self) -> list[tuple[float, ...]] | None:
+        """Return what a loss compares each example with; None if nothing was saved."""
+        path = self._folder / REFERENCE
+        with disk.storage_errors():
+            return list(map(tuple, json.loads(path.read_bytes()))) if path.is_file() else None
+
+    def save_references(self, references: Sequence[Sequence[float]]) -> None:
+        """Save what a loss compares each example with, durably."""
+        disk.replace_json(self._folder / REFERENCE, list(map(list, references)))
+
     @property
     def num_steps(self) -> int:
         """The number of steps that were made."""
@@ -209,15 +225,15 @@ class SessionFiles:
     def num_bytes(self) -> int:
         """The size of the data and of what grows with the steps."""
         log = 0 if self._log is None else self._log.size
-        return self._data_bytes + self._factor_bytes + log + self._steps.size
+        own = self._data_bytes + self._factor_bytes + log + self._steps.size
+        return own + sum(self.checkpoint_bytes.values())
 
     def append(self, record: StepRecord, logged: bytes = b"") -> None:
         """Write the record of a step, and its part of the log, which begins with its seed.
 
         Nothing is written if the disk refuses one of them.
         """
-        if self._is_closed:
-            raise StorageError("The files of the session are closed.")
+        self.check_open()
         begin = self._steps.size
         with disk.storage_errors():
             self._steps.append(dumped(record).encode() + b"\n")
@@ -248,6 +264,21 @@ class SessionFiles:
         """Yield the records of all steps, oldest first."""
         for after in range(0, self.num_steps, CHUNK):
             yield from self.records(after, limit=CHUNK)
+
+    @property
+    def folder(self) -> Path:
+        """The folder."""
+        return self._folder
+
+    def sync_records(self) -> None:
+        """Make all records survive a power cut, as a checkpoint behind them does."""
+        with disk.storage_errors(), _open(self._steps.path, os.O_WRONLY) as descriptor:
+            disk.sync(descriptor)
+
+    def check_open(self) -> None:
+        """Raise StorageError if nothing may be written any more."""
+        if self._is_closed:
+            raise StorageError("The files of the session are closed.")
 
     def delete(self) -> None:
         """Close and delete the files, and their folder if it has no others."""
@@ -319,7 +350,8 @@ def encoded(examples: Iterable[Example]) -> bytes:
 def _remove(folder: Path) -> None:
     """Delete a session's files, and their folder if it has no others; errors are ignored."""
     parts = (Path(name).with_suffix(".part") for name in FILES)
-    for name in (*FILES, *parts, UNFINISHED):
+    checkpoints = (path.name for path in folder.glob(CHECKPOINTS))
+    for name in (*FILES, *parts, *checkpoints, UNFINISHED):
         with contextlib.suppress(OSError):
             (folder / name).unlink()
     with contextlib.suppress(OSError):

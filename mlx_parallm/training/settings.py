@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from mlx_parallm.types.gradients import OptimiserKind, OptimiserSettings
 from mlx_parallm.types.training import Distribution
 
 
@@ -63,6 +64,58 @@ class MezoSettings:
 PAPER = MezoSettings(
     distribution=Distribution.GAUSSIAN, epsilon=1e-3, learning_rate=1e-4, normalises=False
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientSettings:
+    """Settings of steps by gradients.
+
+    Attributes:
+        optimizer: makes the steps.
+        learning_rate: after the warm-up.
+        betas: decay of both moments of the optimiser.
+        weight_decay: see ``OptimiserKind``.
+        max_grad_norm: longer gradients are scaled to this norm; None: none is.
+        warmup_steps: steps in which the learning rate rises to ``learning_rate``, linearly.
+        decay_steps: steps after the warm-up in which it falls to 0, linearly; None: it stays.
+        checkpoint_every: steps between two checkpoints; None: a minute is.
+    """
+
+    optimizer: OptimiserKind
+    learning_rate: float = 2e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    checkpoint_every: int | None = None
+
+    @property
+    def log_bytes(self) -> int:
+        """Return 0: there is no log."""
+        return 0
+
+    @property
+    def optimiser(self) -> OptimiserSettings:
+        """Return the settings that are those of every step."""
+        return OptimiserSettings(
+            kind=self.optimizer,
+            betas=self.betas,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+        )
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.decay_steps is None:
+            return self.learning_rate
+        return self.learning_rate * max(0.0, 1.0 - (step - self.warmup_steps) / self.decay_steps)
+
+
+#: ``EstimatorSettings`` say of which kind a session's estimator is.
+EstimatorSettings = MezoSettings | GradientSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,13 @@ import numpy as np
 from mlx_parallm.training.micro_batches import MicroBatch, micro_batches, naive_batches
 from mlx_parallm.training.objectives import Measure, f1_loss, losses
 from mlx_parallm.training.records import Costs, Example, Mode, SessionConfig, StepRecord
-from mlx_parallm.types.training import ForwardSize, PairResult, Segment, TrainableInfo, num_tokens
+from mlx_parallm.types.gradients import GradientResult
+from mlx_parallm.types.training import ForwardSize, PairResult, Segment, TrainableInfo
 from mlx_parallm.worker.training_ops import (
     PairForward,
 )
+
+ForwardResult = PairResult | GradientResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +150,7 @@ class StepForwards:
                 labels[place] += [self.examples[part.rows[row]].label for row in segment.rows]
         return [f1_loss(*each) for each in zip(logits, labels, strict=True)]
 
-    def layer_tokens(self, info: TrainableInfo, results: Sequence[PairResult]) -> int:
+    def layer_tokens(self, info: TrainableInfo, results: Sequence[ForwardResult]) -> int:
         """Return how many tokens were computed, times the layers that computed them."""
         first = info.first_layer if info.keeps_prefix else 0
         above = sum(part.num_tokens for part in self.parts) * (info.num_layers - first)
@@ -160,7 +163,7 @@ class StepForwards:
 
 
 def _lengths(examples: Sequence[Example]) -> list[int]:
-    return [num_tokens(example.input) for example in examples]
+    return [example.num_tokens for example in examples]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +175,7 @@ class MadeStep:
 
 
 def costs_of(
-    forwards: StepForwards, results: Sequence[PairResult], seconds: float, info: TrainableInfo
+    forwards: StepForwards, results: Sequence[ForwardResult], seconds: float, info: TrainableInfo
 ) -> Costs:
     """Return what a step cost: its lookups, hits, computed tokens by layers, and seconds."""
     return Costs(

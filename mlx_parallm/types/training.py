@@ -96,6 +96,7 @@ class TrainableInfo:
         base: the SHA-256 of the model's weights, in hex.
         forwards: which forwards the device computes fast.
         gradients: how they are computed; None if the session takes none.
+        arithmetic: what decides the bits of results: library, device, BLAS and threads.
     """
 
     paths: tuple[str, ...]
@@ -107,6 +108,7 @@ class TrainableInfo:
     base: str
     forwards: ForwardSize
     gradients: GradientForm | None = None
+    arithmetic: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,23 @@ from typing import Any
 
 from mlx_parallm.api.mezo.answer_schema import (
     Asked,
+    GradientStepAnswer,
     PerturbedCopy,
     SessionAnswer,
     StepAnswer,
     Totals,
 )
-from mlx_parallm.training.records import StepRecord
+from mlx_parallm.training.records import GradientRecord, StepRecord
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.step_forwards import StepLosses
 
 
-def step_answer(record: StepRecord, losses: StepLosses | None = None) -> StepAnswer:
+def step_answer(
+    record: StepRecord, losses: StepLosses | None = None
+) -> StepAnswer | GradientStepAnswer:
     """Return the description of a step, with the losses of its examples if they are given."""
-    return StepAnswer.model_validate(
+    kind = GradientStepAnswer if isinstance(record, GradientRecord) else StepAnswer
+    return kind.model_validate(
         {
             **asdict(record),
             "forward_time": record.seconds,
@@ -47,7 +51,10 @@ def session_answer(session: Session) -> SessionAnswer:
         base=state.base,
         published=list(state.published),
         pending=[copy.name for copy in session.pending],
-        warning=_warning(session),
+        gradient_form=info and info.gradients,
+        checkpoints=session.kept,
+        best=session.best,
+        warning=session.state.notice or _warning(session),
         totals=_totals(session),
         last=None if session.last is None else step_answer(session.last),
         config=_settings(session),
@@ -67,7 +74,7 @@ def _availability(*, is_kept: bool) -> str:
 def _warning(session: Session) -> str | None:
     """Return a warning if more than half of the steps have changed nothing."""
     count, num_zero = session.num_steps, session.num_zero
-    if 2 * num_zero <= count:
+    if 2 * num_zero <= count or session.kept is not None:
         return None
     return (
         f"{num_zero} of {count} steps changed nothing, because their losses were equal: use a "

@@ -7,19 +7,42 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 
-class StepAnswer(BaseModel):
+class AnyStepAnswer(BaseModel):
     """A step that was made."""
 
     step: int = Field(description="Its number, from 1.")
-    seed: int = Field(description="Draws its directions.")
-    loss_plus: float = Field(description="Mean loss with sign 1.")
-    loss_minus: float = Field(description="Mean loss with sign -1, or without a perturbation.")
-    gradients: list[float] = Field(description="Projected gradient along each direction.")
     lookups: int = Field(description="Texts looked up in the prefix cache.")
     hits: int = Field(description="Those that it had.")
     layer_tokens: int = Field(description="Tokens computed, times their layers.")
     naive_layer_tokens: int = Field(description="The same of the mode naive.")
-    forward_time: float = Field(description="Seconds that the forwards took.")
+    forward_time: float = Field(description="Seconds that the forwards took, gradients included.")
+
+
+class GradientStepAnswer(AnyStepAnswer):
+    """A step that was made from a gradient."""
+
+    loss: float = Field(description="Mean loss of the batch.")
+    norm: float = Field(description="Norm of the gradient, before it was clipped.")
+    learning_rate: float = Field(description="Of the step.")
+    tokens: int = Field(description="Tokens of the batch, without padding.")
+    facts: dict[str, float] = Field(
+        description="Means over the batch of what else the loss reports, such as margins."
+    )
+    validation_loss: float | None = Field(
+        description="Mean loss of the validation data; null: not evaluated."
+    )
+    losses: list[list[float]] | None = Field(
+        None, description="If asked for: one list, of the loss of each example of the batch."
+    )
+
+
+class StepAnswer(AnyStepAnswer):
+    """A step that was made from losses at perturbed parameters."""
+
+    seed: int = Field(description="Draws its directions.")
+    loss_plus: float = Field(description="Mean loss with sign 1.")
+    loss_minus: float = Field(description="Mean loss with sign -1, or without a perturbation.")
+    gradients: list[float] = Field(description="Projected gradient along each direction.")
     losses: list[list[float]] | None = Field(
         None,
         description="If asked for: for each copy, those of direction 0 first and sign 1 before -1, "
@@ -32,7 +55,7 @@ class Steps(BaseModel):
 
     object: str = Field(default="mezo.steps", description="What this is.")
     session_id: str = Field(description="The session.")
-    data: list[StepAnswer] = Field(description="The steps, in their order.")
+    data: list[StepAnswer | GradientStepAnswer] = Field(description="The steps, in their order.")
 
 
 class Totals(BaseModel):
@@ -65,9 +88,18 @@ class SessionAnswer(BaseModel):
     base: str | None = Field(description="SHA-256 of the weights that it trains on.")
     published: list[str] = Field(description="Adapters that it has published.")
     pending: list[str] = Field(description="Adapters whose losses the session waits for.")
-    warning: str | None = Field(description="Why it hardly learns; null: no reason is known.")
+    gradient_form: str | None = Field(
+        description="staged: a layer at a time beside streams; whole; null: none are taken."
+    )
+    checkpoints: list[int] | None = Field(
+        description="Steps that can be returned to; null: all of them, by the log."
+    )
+    best: int | None = Field(description="The step of the least validation loss, if evaluated.")
+    warning: str | None = Field(
+        description="Why it hardly learns, or has other bits; null: nothing is known."
+    )
     totals: Totals = Field(description="The costs of all steps.")
-    last: StepAnswer | None = Field(description="The last step.")
+    last: StepAnswer | GradientStepAnswer | None = Field(description="The last step.")
     config: dict[str, Any] = Field(description="The settings.")
 
 

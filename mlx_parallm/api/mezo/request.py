@@ -12,6 +12,7 @@ from fastapi import Request
 from pydantic import TypeAdapter, ValidationError
 
 from mlx_parallm.api.http.dependencies import get_client
+from mlx_parallm.api.mezo.estimators import estimator_of, loss_of, without_gradient
 from mlx_parallm.api.mezo.prompts import prompt_examples
 from mlx_parallm.api.mezo.schema import (
     MAX_ROWS,
@@ -39,7 +40,7 @@ from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.training.mezo.copies import Copy
 from mlx_parallm.training.records import Example, SessionConfig
-from mlx_parallm.training.settings import PAPER, MezoSettings, Sides
+from mlx_parallm.training.settings import Sides
 from mlx_parallm.training.start import StartParameters
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError, NotFoundError
 from mlx_parallm.types.pooling import PoolingInput, Task
@@ -53,18 +54,6 @@ PURPOSE = "fine-tune"
 DATA_FIELDS = ("data", "batch_size", "batches", "mode", "max_batch_tokens")
 TEXT = "{text}"
 OBJECTIVES: TypeAdapter[AnyObjective] = TypeAdapter(Objective)
-# ESTIMATOR_FIELDS: fields of the body by those of the settings.
-ESTIMATOR_FIELDS = {
-    "sides": "kind",
-    "num_directions": "directions",
-    "splits_batch": "groups",
-    "distribution": "distribution",
-    "epsilon": "epsilon",
-    "learning_rate": "learning_rate",
-    "normalises": "normalise",
-    "decay_steps": "decay_steps",
-    "weight_decay": "weight_decay",
-}
 
 
 def config_maker(
@@ -78,13 +67,14 @@ def config_maker(
         start: the adapter's parameters that it starts from; None: it begins with a new one.
     """
     paths = () if start is None else tuple(sorted(start.first))
+    loss = loss_of(body)
 
     def make(session_id: str, created_at: int) -> SessionConfig:
         return SessionConfig(
             id=session_id,
             model=model,
             trainable=replace(_trainable(body), paths=paths),
-            estimator=_estimator(body.estimator),
+            estimator=estimator_of(body.estimator),
             measure=None if isinstance(body.objective, Caller) else body.objective.measure,
             objective=body.objective.model_dump(mode="json"),
             batch_size=0 if isinstance(body.objective, Caller) else body.batch_size,
@@ -94,23 +84,26 @@ def config_maker(
             seed=body.seed,
             created_at=created_at,
             adapter=body.adapter,
+            loss=loss,
         )
 
     return make
 
 
 def _trainable(session: CreateSession) -> TrainableSpec:
-    body, is_paper = session.trainable, session.estimator.preset == "paper"
+    body = session.trainable
     top = layers = None
     if isinstance(body.layers, str):
         top = int(body.layers.removeprefix("top:")) if body.layers != "all" else None
     else:
         layers = tuple(body.layers)
     trains_first = body.train == "ab"
-    if is_paper and "train" not in body.model_fields_set:
+    # Both factors of a LoRA are trained where gradients are taken, as everywhere.
+    is_usual = session.is_paper or session.takes_gradients
+    if is_usual and "train" not in body.model_fields_set:
         trains_first = True
     # What is measured needs examples.
-    is_random = is_paper or isinstance(session.objective, Caller)
+    is_random = is_usual or isinstance(session.objective, Caller)
     return TrainableSpec(
         targets=tuple(body.targets),
         layers=layers,
@@ -124,28 +117,6 @@ def _trainable(session: CreateSession) -> TrainableSpec:
     )
 
 
-def _estimator(body: EstimatorBody) -> MezoSettings:
-    """Return the settings; raise InvalidRequestError if weight decay would take more than all."""
-    settings = _settings(body)
-    if settings.learning_rate * settings.weight_decay > 1:
-        raise InvalidRequestError(
-            "estimator.weight_decay: times learning_rate it can be at most 1, where a step takes "
-            "all of the parameters away.",
-            param="estimator.weight_decay",
-        )
-    return settings
-
-
-def _settings(body: EstimatorBody) -> MezoSettings:
-    settings = {name: getattr(body, field) for name, field in ESTIMATOR_FIELDS.items()}
-    if body.preset is None:
-        return MezoSettings(**settings)
-    was_set = body.model_fields_set
-    chosen = {name: settings[name] for name, field in ESTIMATOR_FIELDS.items() if field in was_set}
-    paper = {name: getattr(PAPER, name) for name in ESTIMATOR_FIELDS}
-    return MezoSettings(**(paper | chosen))
-
-
 def _check_batch(body: CreateSession, num_examples: int) -> None:
     """Raise InvalidRequestError if the data have no batch, or it cannot be divided."""
     if body.batch_size > num_examples:
@@ -153,6 +124,8 @@ def _check_batch(body: CreateSession, num_examples: int) -> None:
             f"batch_size is {body.batch_size}, and the data has {num_examples} examples.",
             param="batch_size",
         )
+    if not isinstance(body.estimator, EstimatorBody):
+        return
     if body.estimator.groups and body.batch_size % body.estimator.directions:
         raise InvalidRequestError(
             f"batch_size {body.batch_size} cannot be divided into {body.estimator.directions} "
@@ -177,6 +150,8 @@ def check_caller(body: CreateSession) -> None:
 
 def check_copies(body: CreateSession, max_adapters: int) -> None:
     """Raise InvalidRequestError if a step's copies cannot be served as adapters."""
+    if not isinstance(body.estimator, EstimatorBody):
+        raise without_gradient(body.objective.kind)
     if body.estimator.groups:
         raise InvalidRequestError(
             "estimator.groups divides the batches of forwards, and this objective has none.",

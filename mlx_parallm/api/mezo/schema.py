@@ -25,6 +25,8 @@ from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Mode
 from mlx_parallm.training.settings import Sides
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.gradients import OptimiserKind
+from mlx_parallm.types.json_values import is_object
 from mlx_parallm.types.request import MAX_CHOICES
 from mlx_parallm.types.training import Distribution, FirstFactors
 
@@ -35,6 +37,7 @@ Name = Annotated[StrictStr, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 #: ``MAX_NUMBER``: beyond it a product of two settings may be infinite in float32.
 MAX_NUMBER = 1e15
 Finite = Annotated[float, Field(allow_inf_nan=False, le=MAX_NUMBER)]
+Beta = Annotated[float, Field(allow_inf_nan=False, ge=0, lt=1)]
 Loss = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-MAX_NUMBER, le=MAX_NUMBER)]
 
 
@@ -87,7 +90,7 @@ class Trainable(Strict):
 
 
 class EstimatorBody(Strict):
-    """Gradient estimator and step size."""
+    """Steps from losses at perturbed parameters (MeZO)."""
 
     preset: Literal["paper"] | None = Field(
         None, description="paper: MeZO as published; other fields given change it."
@@ -111,6 +114,45 @@ class EstimatorBody(Strict):
         None, ge=1, le=MAX_STEPS, description="The learning rate falls to 0 in so many steps."
     )
     weight_decay: Finite = Field(0.0, ge=0, description="Share taken away by a step of rate 1.")
+
+
+class GradientBody(Strict):
+    """Steps from gradients."""
+
+    kind: Literal["gradient"] = Field(description="Take gradients through the model.")
+    optimizer: OptimiserKind = Field(
+        OptimiserKind.ADAMW, description="adamw decays the parameters, adam the gradient."
+    )
+    learning_rate: Finite = Field(2e-3, ge=0, description="After the warm-up.")
+    betas: tuple[Beta, Beta] = Field(
+        (0.9, 0.999), description="Decay of the first and of the second moment."
+    )
+    weight_decay: Finite = Field(0.0, ge=0, description="Share taken away by a step of rate 1.")
+    max_grad_norm: Finite | None = Field(
+        1.0, gt=0, description="Longer gradients are scaled to this norm; null: none is."
+    )
+    warmup_steps: StrictInt = Field(
+        0, ge=0, le=MAX_STEPS, description="The learning rate rises in so many steps."
+    )
+    decay_steps: StrictInt | None = Field(
+        None, ge=1, le=MAX_STEPS, description="Then it falls to 0 in so many steps."
+    )
+    checkpoint_every: StrictInt | None = Field(
+        None, ge=1, le=MAX_STEPS, description="Steps between checkpoints; by default, a minute is."
+    )
+
+
+def _estimator_kind(value: Any) -> str:
+    """Return which kind of estimator a value is to be; see ``_kind``."""
+    kind = value.get("kind") if is_object(value) else getattr(value, "kind", None)
+    return "gradient" if kind == "gradient" else "perturbations"
+
+
+#: ``Estimator`` is one of both kinds.
+Estimator = Annotated[
+    Annotated[GradientBody, Tag("gradient")] | Annotated[EstimatorBody, Tag("perturbations")],
+    Discriminator(_estimator_kind),
+]
 
 
 #: ``LabelMeasure`` measures how well labels are chosen.
@@ -290,7 +332,7 @@ class CreateSession(Strict):
     trainable: Trainable = Field(
         default_factory=lambda: Trainable.model_validate({}), description="The adapter."
     )
-    estimator: EstimatorBody = Field(
+    estimator: Estimator = Field(
         default_factory=lambda: EstimatorBody.model_validate({}),
         description="How steps are made.",
     )
@@ -315,8 +357,18 @@ class CreateSession(Strict):
     def _normalises_as_the_preset_says(self) -> Self:
         # A session keeps its objective, so that rows of later requests are read alike.
         if isinstance(self.objective, Candidates) and self.objective.normalize is None:
-            self.objective.normalize = self.estimator.preset == "paper"
+            self.objective.normalize = self.is_paper
         return self
+
+    @property
+    def is_paper(self) -> bool:
+        """True if the steps are those of MeZO's paper."""
+        return isinstance(self.estimator, EstimatorBody) and self.estimator.preset == "paper"
+
+    @property
+    def takes_gradients(self) -> bool:
+        """True if steps are made from gradients."""
+        return isinstance(self.estimator, GradientBody)
 
 
 class MakeSteps(Strict):

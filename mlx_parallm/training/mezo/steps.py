@@ -39,7 +39,7 @@ class MezoSteps:
         # Steps that are logged, and that the engine does not have yet.
         self._unapplied: list[Step] = []
 
-    def opening(self, op: OpenTraining) -> tuple[TrainingOp, ...]:
+    async def opening(self, op: OpenTraining) -> tuple[TrainingOp, ...]:
         """See ``Estimation``; the log is replayed."""
         op = replace(op, distribution=self._settings.distribution)
         steps = self._log.steps(self._host.files.log())
@@ -127,6 +127,9 @@ class MezoSteps:
         # The weights may be others than the losses were measured on.
         await self._host.opened()
         return self._made(losses, Costs(seconds=seconds), changes)
+
+    async def keep(self) -> None:
+        """See ``Estimation``; the log has everything."""
 
     async def weights(self, step: int | None, *, of_checkpoint: bool) -> AdapterWeights:
         """See ``Estimation``; every step can be rebuilt from the log."""

@@ -10,10 +10,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
 
+from mlx_parallm.machine import num_processors
 from mlx_parallm.process_setup.blas import blas_in_use
 from mlx_parallm.types.errors import OutOfMemoryError
 from mlx_parallm.units import readable_bytes
@@ -75,6 +78,17 @@ def backend_name() -> str:
     if mx.default_device().type == mx.DeviceType.cpu:
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
+
+
+@cache
+def arithmetic() -> str:
+    """Return what decides the bits of results: MLX, the device and, on a CPU, BLAS and threads."""
+    backend = backend_name()
+    library = f"MLX {version('mlx')}"
+    if backend != "cpu":
+        return f"{library}, {mx.device_info().get('device_name') or backend}"
+    threads = os.environ.get("OPENBLAS_NUM_THREADS") or num_processors()
+    return f"{library}, {platform.machine()}, {blas_in_use().name}, {threads} threads"
 
 
 def log_blas() -> None:

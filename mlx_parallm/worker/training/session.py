@@ -21,7 +21,7 @@ from mlx_parallm.types.training import (
     Step,
     TrainableInfo,
 )
-from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.device.properties import arithmetic, backend_name
 from mlx_parallm.worker.lora.adapted_layers import find_module
 from mlx_parallm.worker.ops import Pending
 from mlx_parallm.worker.pooling.own_heads import TrainableHead
@@ -80,6 +80,7 @@ class TrainingSession:
             base=base,
             forwards=CPU_FORWARDS if backend_name() == "cpu" else GPU_FORWARDS,
             gradients=None if self._gradients is None else self._gradients.form,
+            arithmetic=arithmetic(),
         )
 
     @property

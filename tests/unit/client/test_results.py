@@ -25,12 +25,14 @@ from mlx_parallm.client.results import (
 from mlx_parallm.client.training import (
     Checkpoint,
     Evaluation,
+    GradientStep,
     PerturbedAdapter,
     TrainingSession,
     TrainingStep,
     TrainingTotals,
     checkpoint_of,
     evaluation_of,
+    gradient_step_of,
     perturbed_adapter_of,
     session_of,
     step_of,
@@ -57,6 +59,7 @@ NAMES: dict[type, dict[str, str]] = {
     Score: {"version": "weight_version"},
     AdapterInfo: {"num_bytes": "bytes", "is_pinned": "pinned", "is_resident": "resident"},
     TrainingStep: {"forward_s": "forward_time"},
+    GradientStep: {"forward_s": "forward_time"},
     Checkpoint: {"digest": "adapter_sha256"},
 }
 # MADE: values that are not passed on as they are: of the answer, and of the result.
@@ -78,6 +81,7 @@ READERS: list[tuple[type, Callable[[Any], Any]]] = [
     (Score, score_of),
     (AdapterInfo, adapter_of),
     (TrainingStep, step_of),
+    (GradientStep, gradient_step_of),
     (TrainingSession, session_of),
     (PerturbedAdapter, perturbed_adapter_of),
     (Evaluation, evaluation_of),

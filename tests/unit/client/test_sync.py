@@ -18,9 +18,15 @@ from mlx_parallm.client import (
     ServerUnreachableError,
     SyncMezoClient,
     SyncRLClient,
+    SyncTrainingClient,
+    TrainingClient,
 )
 
-PAIRS = [(RLClient, SyncRLClient), (MezoClient, SyncMezoClient)]
+PAIRS = [
+    (RLClient, SyncRLClient),
+    (MezoClient, SyncMezoClient),
+    (TrainingClient, SyncTrainingClient),
+]
 
 
 @pytest.fixture(name="nowhere")

@@ -1,0 +1,1 @@
+"""Steps from gradients: an optimiser, checkpoints, and steps that are made again after them."""
