@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator, Mapping
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -342,3 +343,26 @@ def test_other_routes_say_what_a_net_is_for(client: httpx2.Client) -> None:
     response = client.post("/v1/completions", json={"model": "ppo_mlp", "prompt": "x"})
     assert response.status_code == 400
     assert "/v1/predict" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [ACT, "/v2/models/ppo_mlp/infer"])
+def test_a_client_that_leaves_ends_its_request(
+    client: httpx2.Client, server: ServerProcess, path: str
+) -> None:
+    body: dict[str, Any] = {
+        "name": "obs",
+        "datatype": "FP32",
+        "shape": [3, 5],
+        "data": OBS.tolist(),
+    }
+    headers = {"authorization": "Bearer one", "content-type": "application/json"}
+    assert client.post("/pause", params={"mode": "keep"}).status_code == 200
+    leaving = HTTPConnection("127.0.0.1", server.port)
+    leaving.request("POST", path, json.dumps(GOOD | {"inputs": [body]}), headers)
+    while client.get("/load").json()["server_load"] != 1:
+        pass
+    leaving.close()
+    while client.get("/load").json()["server_load"] != 0:
+        pass
+    assert client.post("/resume").status_code == 200
+    assert post(client, ACT, GOOD)["actions"]
