@@ -123,8 +123,9 @@ class ApplySteps(Op[None]):
 class GradientForward(Op[GradientResult]):
     """Add the gradient of ``sum(losses) / divisor`` to the session's, and return the losses.
 
-    The session must take gradients. Gradients are added in the order of their ops. Beside streams
-    a stage is one layer, forwards or backwards; see ``GradientForm``.
+    The session must take gradients. Gradients are added in the order of their ops; if one fails,
+    nothing is added. Beside streams a stage is one layer, forwards or backwards; see
+    ``GradientForm``.
 
     Attributes:
         model: the model.

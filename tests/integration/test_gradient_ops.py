@@ -21,6 +21,7 @@ from mlx_parallm.types.gradients import (
     TrainingArrays,
 )
 from mlx_parallm.types.training import Distribution, TrainableSpec
+from mlx_parallm.worker.training.session import GRADIENT_COST
 from mlx_parallm.worker.training_ops import (
     ApplyGradient,
     CloseTraining,
@@ -139,6 +140,8 @@ def test_a_dropped_gradient_is_not_applied(train: WorkerTrain) -> None:
 def test_sessions_without_gradients_take_none(train: WorkerTrain) -> None:
     session = Session(train, "a", takes_gradients=False)
     assert session.info.gradients is None
+    most = Session(train, "b").info.forwards.max_tokens
+    assert session.info.forwards.max_tokens == GRADIENT_COST * most
     with pytest.raises(ConflictError, match="without gradients"):
         session.forward()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,10 @@ def test_quantised_bases_have_gradients(bits: int) -> None:
 @pytest.mark.parametrize("trains_first", [True, False])
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in ("qwen3", "mamba") else slow) for name in DECODERS],
+    [
+        pytest.param(name, marks=() if name in ("qwen3", "mamba", "gemma3n") else slow)
+        for name in DECODERS
+    ],
 )
 def test_stages_give_the_bits_of_one_graph(name: str, trains_first: bool) -> None:
     session = opened(decoder(name), trains_first=trains_first)
@@ -160,6 +164,16 @@ def test_stages_give_the_bits_of_one_graph(name: str, trains_first: bool) -> Non
         staged = session.gradient(spec, rows, staged=True)
         np.testing.assert_array_equal(staged, session.gradient(spec, rows))
         assert np.any(staged)
+
+
+def test_choices_that_may_share_their_prompt_have_rows_of_their_own() -> None:
+    session = opened(decoder("llama"))
+    (inputs, targets), spec = choice_rows(LossKind.DPO, VOCAB_SIZE), spec_of(LossKind.DPO)
+    expected = session.gradient(spec, (inputs, targets))
+    shared = [replace(item, shares=True) for item in inputs if isinstance(item, ChoiceInput)]
+    for staged in (False, True):
+        gradient = session.gradient(spec, (shared, targets), staged=staged)
+        np.testing.assert_array_equal(gradient, expected)
 
 
 def test_a_stage_is_a_layer() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -45,6 +46,9 @@ from mlx_parallm.worker.training_ops import OpenTraining, PairForward
 # padded to the longest, takes less time than two forwards of 0.6 times its tokens.
 CPU_FORWARDS = ForwardSize(max_tokens=4096, cost=48)
 GPU_FORWARDS = ForwardSize(max_tokens=16_384, cost=8192)
+# GRADIENT_COST: the forwards that the gradient of a layer costs: one before the head, one more of
+# the layer, and two for what goes back through it.
+GRADIENT_COST = 4
 
 
 class TrainingSession:
@@ -70,6 +74,9 @@ class TrainingSession:
 
     def info(self, num_layers: int, base: str) -> TrainableInfo:
         """Return facts about the adapter; see there for the arguments."""
+        forwards = CPU_FORWARDS if backend_name() == "cpu" else GPU_FORWARDS
+        if self._gradients is not None:
+            forwards = replace(forwards, max_tokens=forwards.max_tokens // GRADIENT_COST)
         return TrainableInfo(
             paths=self.trainable.paths,
             num_parameters=self.trainable.num_parameters,
@@ -78,7 +85,7 @@ class TrainingSession:
             keeps_prefix=self.prefix.pool is not None,
             shares_prompts=self._shares_prompts,
             base=base,
-            forwards=CPU_FORWARDS if backend_name() == "cpu" else GPU_FORWARDS,
+            forwards=forwards,
             gradients=None if self._gradients is None else self._gradients.form,
             arithmetic=arithmetic(),
         )
