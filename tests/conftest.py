@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,13 @@ settings.register_profile(
 )
 settings.load_profile("steady")
 
+# SLOW_FIRST: expressions of ``-m`` that say of every test whether it is to be slow.
+SLOW_FIRST = re.compile(r"(not )?slow( and not engines)?$|not engines and not slow$")
+# ALL_SLOW: what marks all tests of a file.
+ALL_SLOW = re.compile(
+    r"^pytestmark = (pytest\.mark\.slow|\[pytest\.mark\.slow\b.*\])$", re.MULTILINE
+)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set up what all HTTP clients and all servers of tests share."""
@@ -53,6 +61,21 @@ def pytest_configure(config: pytest.Config) -> None:
     # Processes inherit what nohup, or a shell that runs tests in the background, ignores.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what ``-m`` selects nothing of: importing all files takes half a minute.
+
+    ``make test-slow`` needs the files that name its marker; ``make test`` does not need those
+    whose tests all have it.
+    """
+    wanted = config.option.markexpr
+    if not SLOW_FIRST.match(wanted) or not collection_path.match("test_*.py"):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    if wanted.startswith("slow"):
+        return True if "slow" not in text else None
+    return True if ALL_SLOW.search(text) else None
 
 
 def pytest_unconfigure() -> None:
