@@ -55,6 +55,7 @@ DRAFTED: Request = {
     "temperature": 0,
     "extra_body": {"ignore_eos": True, "speculative": True},
 }
+MAX_TOKENS = 32
 #: How far log-probabilities may be apart. A sum of other rounding moves a key or a value by a whole
 #: step of int8, rarely. One process differs as much from itself where other requests cut its
 #: prompts into other chunks.
@@ -74,22 +75,26 @@ def servers() -> Iterator[list[ServerProcess]]:
 
 
 async def answers_of(server: ServerProcess, model: str, requests: list[Request]) -> list[Any]:
-    """Return the answers to requests, sent at once."""
-    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-        return await asyncio.gather(
-            *(
-                client.completions.create(
-                    model=model,
-                    **{
-                        "max_tokens": 40,
-                        "logprobs": 2,
-                        **request,
-                        "extra_body": {"speculative": False, **request.get("extra_body", {})},
-                    },
-                )
-                for request in requests
-            )
+    """Return the answers to requests that begin together, however slowly they arrive."""
+    async with (
+        AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client,
+        RLClient(server.url) as control,
+    ):
+        await control.pause()
+        answers = asyncio.gather(
+            *(client.completions.create(model=model, **with_defaults(each)) for each in requests)
         )
+        # Pausing anew says how many requests have come; one that is refused ends the wait.
+        while not answers.done() and await control.pause() < len(requests):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await control.resume()
+        return await answers
+
+
+def with_defaults(request: Request) -> Request:
+    """Return a request with log-probabilities and without drafts, unless it has others."""
+    extra = {"speculative": False, **request.get("extra_body", {})}
+    return {"max_tokens": MAX_TOKENS, "logprobs": 2, **request, "extra_body": extra}
 
 
 def check(servers: list[ServerProcess], model: str, requests: list[Request]) -> None:
