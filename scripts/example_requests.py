@@ -66,7 +66,7 @@ def example_server() -> Iterator[tuple[httpx2.Client, dict[str, str]]]:
             "--data-dir",
             f"{folder / 'data'}",
         )
-        server = ServerProcess("--model", *MODELS, *flags, is_forked=False)
+        server = ServerProcess("--model", *MODELS, *flags)
         try:
             server.wait_until_ready()
             places[server.url] = ADDRESS

@@ -43,7 +43,7 @@ OTHERS: dict[str, tuple[dict[str, Any], int | None, str]] = {
 # SCENARIOS of dense models that run one thing.
 SCENARIOS = {"ahead": "ahead", "int8": "base", "embeds": "embeds"}
 # LATER: models that only ``make test-slow`` runs; their ranks are started once more.
-LATER = ("experts", "packed", "tied-packed-8", "packed-mxfp4")
+LATER = ("experts", "packed", "tied-packed-8", "packed-mxfp4", "latent")
 
 Results = dict[str, dict[str, Any]]
 

@@ -174,7 +174,7 @@ def test_sigterm_lets_a_running_request_finish_and_exits_zero() -> None:
         stream = client.completions.create(
             model=MODEL,
             prompt="go",
-            max_tokens=300,
+            max_tokens=150,
             temperature=0,
             stream=True,
             extra_body={"ignore_eos": True},

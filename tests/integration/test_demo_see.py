@@ -45,7 +45,10 @@ def test_the_shipped_files_are_complete_and_small():
     assert {array.dtype for array in weights.values()} == {mx.float16}
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    "task",
+    [pytest.param(task, marks=[pytest.mark.slow] * (n % 2)) for n, task in enumerate(TASKS)],
+)
 def test_held_out_questions_are_mostly_right(model: SeeingModel, task: str):
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     assert measure(model, tokenizer, task, SAMPLE) >= BOUNDS[task]

@@ -60,8 +60,14 @@ def test_towers_compute_images_of_equal_shapes_together(name: str) -> None:
         assert not mx.allclose(together[0].rows, together[1].rows, rtol=1e-2, atol=1e-3)
 
 
-# Models of which MLX compiles most kernels are slow; others have the same layers.
-MANY_KERNELS = ("gemma4", "gemma4_small", "idefics3", "qwen3_5")
+# QUICK: a model of each kind of tower and of text; with other backends, and in a crowd, others are
+# slow. MLX compiles many kernels for some.
+QUICK = ("gemma3", "internvl", "llava", "pixtral", "qwen2_5_vl", "qwen3_vl_moe")
+
+
+def slow_unless(is_quick: bool) -> list[pytest.MarkDecorator]:
+    """Return the marks of a case."""
+    return [] if is_quick else [pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
@@ -69,9 +75,7 @@ MANY_KERNELS = ("gemma4", "gemma4_small", "idefics3", "qwen3_5")
     [
         pytest.param(
             *(backend, name),
-            marks=[pytest.mark.slow]
-            if backend is CompiledAttention and name in MANY_KERNELS
-            else [],
+            marks=slow_unless(backend is ReferenceAttention or name in QUICK),
         )
         for backend in (ReferenceAttention, AheadAttention, CompiledAttention)
         for name in vision_names()
@@ -121,7 +125,9 @@ def test_a_image_is_computed_once_and_its_blocks_are_reused() -> None:
     assert session.cached["second"] == (length - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-@pytest.mark.parametrize("name", vision_names())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=slow_unless(name in QUICK)) for name in vision_names()]
+)
 def test_preempted_prompts_compute_their_images_again(name: str) -> None:
     prompts = golden_of(name)["prompts"]
     # Room for the longest prompt with its completion, and for little more.

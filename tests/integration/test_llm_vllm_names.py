@@ -130,7 +130,7 @@ def test_sleep_frees_memory_and_changes_no_token(llm: LLM, level: int) -> None:
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("levels", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("levels", [(2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tag", ["weights", "kv_cache"])
 def test_sleep_may_be_deepened_and_woken_from_in_parts(
     llm: LLM, levels: tuple[int, int], tag: str

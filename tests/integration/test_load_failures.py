@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.config import EngineConfig, ModelConfig, SpeculativeConfig
+from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SpeculativeConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation.model import GenerationModel
@@ -101,7 +101,9 @@ def test_no_positive_context_is_none(tmp_path: Path, length: int) -> None:
     """Some configs have 0 or -1 for no limit."""
     file, key = "config.json", "max_position_embeddings"
     folder = changed(tmp_path / "model", DEMO_FOLDER, file, key, length)
-    config = EngineConfig(models=(ModelConfig(path=str(folder)),))
+    # As much as a sequence of the default length takes.
+    cache = CacheConfig(kv_cache_bytes=100 << 20)
+    config = EngineConfig(models=(ModelConfig(path=str(folder)),), cache=cache)
     (built,) = build_engines(config, MetricFamilies(), Worker(), lambda _text, _share: None)
     assert isinstance(built.model, GenerationModel)
     assert built.model.info.max_model_len == DEFAULT_MAX_MODEL_LEN

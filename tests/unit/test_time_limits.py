@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +15,16 @@ LIMITS = {"timeout", "timeout_s"}
 CLOCKS = {"asyncio.wait_for", "asyncio.timeout", "time.monotonic", "time.perf_counter", "time.time"}
 METHODS = {"join", "wait", "settimeout"}
 MARK = "pytest.mark.timeout"
+#: HINT: a part of every text with a limit; files without it need not be parsed.
+HINT = re.compile(
+    r"timeout|wait_for|monotonic|perf_counter|time\.time|\.(?:join|wait|settimeout)\(\s*[\d.]"
+)
 
 
 def time_limits(source: str) -> Iterator[int]:
     """Yield the lines, from 1, that limit a time or compare one."""
+    if HINT.search(source) is None:
+        return
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and is_limit(node) and EXEMPT not in lines[node.lineno - 1]:

@@ -90,7 +90,10 @@ def _equal(launch_s: Callable[..., float]) -> Callable[..., float]:
     return launch
 
 
-@pytest.mark.parametrize("memory_gb", WORKING_SETS)
+@pytest.mark.parametrize(
+    "memory_gb",
+    [pytest.param(size, marks=[pytest.mark.slow] * (size != 16)) for size in WORKING_SETS],
+)
 def test_every_kernel_rejected_is_an_exit_status_and_advice(
     fake_mac: Become, report: Callable[[], tuple[int, dict[str, Any]]], memory_gb: int
 ) -> None:

@@ -77,10 +77,10 @@ def test_parts_wherever_the_text_is_cut(case: dict[str, Any]) -> None:
     text, expected = case["text"], expected_parts(case)
     assert parts_of(case, [text]) == expected
     assert parts_of(case, list(text)) == expected, "one character at a time"
-    # Each run has three distant cuts, so a third as many runs cut every place once.
-    third = max(1, math.ceil(len(text) / 3))
-    for first in range(1, third + 1):
-        bounds = [0, *range(first, len(text), third), len(text)]
+    # Each run has five distant cuts, so a fifth as many runs cut every place once.
+    distance = max(1, math.ceil(len(text) / 5))
+    for first in range(1, distance + 1):
+        bounds = [0, *range(first, len(text), distance), len(text)]
         pieces = [text[a:b] for a, b in itertools.pairwise(bounds)]
         assert parts_of(case, pieces) == expected, f"cut into {pieces}"
 

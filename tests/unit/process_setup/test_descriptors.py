@@ -63,7 +63,7 @@ def test_macos_allows_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits[-1] == (10_240, resource.RLIM_INFINITY)
 
 
-@pytest.mark.parametrize("hard", [1024, min(HARD, 20_000)])
+@pytest.mark.parametrize("hard", [1024, pytest.param(min(HARD, 20_000), marks=pytest.mark.slow)])
 def test_mlx_lm_changes_no_limit(hard: int) -> None:
     """Its module is otherwise imported as ever, and others may set limits."""
     after = KEEP + (

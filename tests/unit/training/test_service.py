@@ -462,12 +462,12 @@ async def test_many_sessions_are_refused_before_anything_is_kept(
 ) -> None:
     service = opened(SessionLimits(max_sessions=3))
     refused = 0
-    for _ in range(10_000):
+    for _ in range(1_000):
         try:
             await begin(service)
         except ConflictError:
             refused += 1
-    assert (len(service.all()), refused) == (3, 9_997)
+    assert (len(service.all()), refused) == (3, 997)
     assert len(list((tmp_path / "sessions").glob("mezo_*"))) == 3
 
 

@@ -250,8 +250,15 @@ def test_an_allowance_is_used_up_but_for_one_smallest_chunk() -> None:
     assert late.room(0) == 0
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True], ids=["in turn", "ahead"])
-@pytest.mark.parametrize("compile_s", [0.0, 2.0], ids=["compiled", "compiling"])
+@pytest.mark.parametrize(
+    ("compile_s", "runs_ahead"),
+    [
+        pytest.param(0.0, False, id="compiled-in turn", marks=pytest.mark.slow),
+        pytest.param(0.0, True, id="compiled-ahead"),
+        pytest.param(2.0, False, id="compiling-in turn"),
+        pytest.param(2.0, True, id="compiling-ahead", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", DEVICES)
 def test_a_long_prompt_under_32_streams_keeps_steps_within_the_bound(
     name: str, compile_s: float, runs_ahead: bool

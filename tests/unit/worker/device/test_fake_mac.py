@@ -58,7 +58,7 @@ def kernels_of(texts: Path) -> list[str]:
     return sorted(names - {"common", "quantise"})
 
 
-@pytest.mark.parametrize("fault", ["wrong", "rejects"])
+@pytest.mark.parametrize("fault", ["wrong", pytest.param("rejects", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kernel", kernels_of(attention_texts))
 def test_a_faulty_kernel_leaves_the_reference(fake_mac: Become, kernel: str, fault: str) -> None:
     require_compiler()

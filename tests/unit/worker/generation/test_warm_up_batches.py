@@ -28,7 +28,7 @@ def decodes(batch: ScheduledBatch) -> bool:
     return is_decode(batch.sequences, range(len(batch.sequences)))
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(limits=LIMITS)
 def test_they_are_within_the_limits_and_meet_every_shape(limits: StepLimits) -> None:
     # Making them takes longest.
