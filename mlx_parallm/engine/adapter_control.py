@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Protocol
 
 from mlx_parallm.config import AdapterConfig
@@ -33,6 +35,8 @@ from mlx_parallm.types.errors import (
 )
 from mlx_parallm.types.request import WeightsVersion
 
+logger = logging.getLogger(__name__)
+
 
 class ServedModels(Protocol):
     """Models that requests may name."""
@@ -47,6 +51,7 @@ class AdapterNames:
 
     Attributes:
         known: the loaded adapters by name, as of the latest change; it is replaced, not changed.
+        kept: adapters in folders of the server's own, by name, as ``keep`` had them.
     """
 
     def __init__(self, models: ServedModels, folders: AdapterFolders) -> None:
@@ -57,6 +62,7 @@ class AdapterNames:
             folders: has those that are loaded once a request names them.
         """
         self.known: Mapping[str, AdapterInfo] = {}
+        self.kept: dict[str, NamedAdapter] = {}
         self._models = models
         self._folders = folders
 
@@ -79,6 +85,9 @@ class AdapterNames:
         info = self.find(name)
         if info is not None:
             return NamedAdapter(info.name, info.model, info.source, info)
+        if name in self.kept:
+            own = self.kept[name]
+            return own if self._status_of(own.base) is not None else None
         model, _, short = name.rpartition(":")
         base = self._status_of(model)
         if base is None:
@@ -191,8 +200,43 @@ class AdapterControl:
         # A caller may be cancelled while others wait for the same load.
         await asyncio.shield(self._loading[key])
 
+    async def keep(self, name: str, base: str, folder: Path, *, loads: bool = True) -> None:
+        """Serve an adapter of a folder that the server has written, until ``forget_kept``.
+
+        It may be unloaded while no request names it, and is loaded again by the next one. An
+        adapter that was kept under this name before is replaced.
+
+        Args:
+            name: for requests.
+            base: the first name of its model.
+            folder: has the adapter.
+            loads: False to load it once a request names it.
+        """
+        before = self.names.kept.get(name)
+        self.names.kept[name] = NamedAdapter(name, base, str(folder))
+        if before is not None and before.source != str(folder) and name in self.names.known:
+            await self.unload_adapter(name)
+        if loads:
+            try:
+                await self.ensure_loaded(name, base)
+            except ParallmError as problem:
+                logger.warning("%s is loaded once a request names it: %s", name, problem)
+
+    async def forget_kept(self, name: str) -> None:
+        """Serve a kept adapter no more; nothing happens if there is none."""
+        if self.names.kept.pop(name, None) is not None and name in self.names.known:
+            await self.unload_adapter(name)
+
     async def read_named(self, name: str) -> AdapterUpload:
-        """Return an adapter of the directory of adapters by name; raise ModelNotFoundError."""
+        """Return an adapter that requests may name before it is loaded.
+
+        Raises:
+            ModelNotFoundError: there is none.
+        """
+        own = self.names.kept.get(name)
+        if own is not None and own.source is not None:
+            weights = await self._folders.read_own(Path(own.source))
+            return AdapterUpload(name=name, weights=weights, source=own.source)
         weights, source = await self._folders.read_named(name)
         return AdapterUpload(name=name, weights=weights, source=source)
 

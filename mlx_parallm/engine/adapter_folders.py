@@ -53,6 +53,10 @@ class AdapterFolders:
             raise ModelNotFoundError(name)
         return await asyncio.to_thread(_read, folder), str(folder)
 
+    async def read_own(self, folder: Path) -> AdapterWeights:
+        """Return the adapter of a folder that the server has written."""
+        return await asyncio.to_thread(_read, folder)
+
     def resolve(self, path: str, *, param: str = LORA_PATH) -> Path:
         """Return the folder of a path.
 

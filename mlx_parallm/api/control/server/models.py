@@ -141,7 +141,7 @@ async def list_models(
     after_id: str | None = None,
     before_id: str | None = None,
 ) -> dict[str, Any]:
-    """List every name of every served model, and every loaded adapter.
+    """List every name of every served model, every loaded adapter, and those of jobs.
 
     With the header ``anthropic-version`` the answer is a page in Anthropic's form; only there
     ``limit``, ``after_id`` and ``before_id`` have an effect.
@@ -149,7 +149,10 @@ async def list_models(
     size = 0 if anthropic_version is None else _page_size(limit)
     memory = await engine.memory()
     statuses = engine.statuses()
-    adapters = [_status(engine, info.name) for info in engine.control.adapters()]
+    loaded = [info.name for info in engine.control.adapters()]
+    names = engine.control.names
+    kept = [name for name in names.kept if name not in loaded and names.named(name) is not None]
+    adapters = [_status(engine, name) for name in (*loaded, *kept)]
     num_defaults = sum(each.is_default for each in statuses)
     ordered = (*statuses[:num_defaults], *adapters, *statuses[num_defaults:])
     cards = [model_card(name, each, memory) for each in ordered for name in each.names]
