@@ -1,0 +1,188 @@
+"""The files of a job: its record, its events, its validation data and its checkpoints.
+
+``job.json`` is replaced whole; a folder without it is no job. ``events.jsonl`` grows by lines; a
+line that a crash has cut off is dropped. Adapters are in ``checkpoints/step-N``, as PEFT writes
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.storage import disk
+from mlx_parallm.storage.records import as_record, dumped
+from mlx_parallm.training.jobs.records import Checkpoint, JobEvent, JobRecord
+from mlx_parallm.training.records import Example
+from mlx_parallm.training.session_files import encoded
+from mlx_parallm.types.errors import ParallmError
+
+logger = logging.getLogger(__name__)
+JOB, EVENTS, VALIDATION, CHECKPOINTS = "job.json", "events.jsonl", "validation.jsonl", "checkpoints"
+#: ``CHECKPOINT``: the record of a checkpoint, beside its adapter.
+CHECKPOINT = "checkpoint.json"
+
+
+class JobFiles:
+    """The folder of one job. Its methods raise StorageError if the disk refuses them.
+
+    Attributes:
+        record: as it was saved last.
+        num_events: how many events there are.
+        last_step: the latest step that has an event; 0 before the first.
+    """
+
+    def __init__(self, folder: Path, record: JobRecord) -> None:
+        """Open the folder of a job that was created."""
+        self.record = record
+        self._folder = folder
+        self.num_events = self.last_step = 0
+        for event in _lines(folder / EVENTS):
+            self._count(event)
+        self._checkpoints = {each.step: each for each in _checkpoints(folder / CHECKPOINTS)}
+
+    @classmethod
+    def create(
+        cls, folder: Path, record: JobRecord, validation: Sequence[Example] | None
+    ) -> JobFiles:
+        """Make the folder of a new job."""
+        with disk.storage_errors():
+            disk.make_folder(folder)
+            try:
+                if validation is not None:
+                    disk.replace(folder / VALIDATION, encoded(validation))
+                disk.replace_json(folder / JOB, record)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+        return cls(folder, record)
+
+    @classmethod
+    def open_all(cls, root: Path) -> list[JobFiles]:
+        """Open all jobs below a folder, oldest first; those that cannot be read are left."""
+        jobs: list[JobFiles] = []
+        with disk.storage_errors():
+            disk.make_folder(root)
+            for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+                if not (folder / JOB).is_file():
+                    # Its process died while it was made.
+                    shutil.rmtree(folder, ignore_errors=True)
+                    continue
+                try:
+                    stored = json.loads((folder / JOB).read_bytes())
+                    jobs.append(cls(folder, as_record(stored, JobRecord)))
+                except (ValueError, TypeError, ParallmError) as problem:
+                    logger.warning("the job %s cannot be read: %s", folder.name, problem)
+        return jobs
+
+    def events(self) -> list[JobEvent]:
+        """Return its events, oldest first."""
+        with disk.storage_errors():
+            return list(_lines(self._folder / EVENTS))
+
+    @property
+    def checkpoints(self) -> Sequence[Checkpoint]:
+        """Its checkpoints, oldest first."""
+        return [self._checkpoints[step] for step in sorted(self._checkpoints)]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its files."""
+        return sum(path.stat().st_size for path in self._folder.rglob("*") if path.is_file())
+
+    def save(self, **changes: Any) -> JobRecord:
+        """Change the record durably; return it."""
+        changed = replace(self.record, **changes)
+        disk.replace_json(self._folder / JOB, changed)
+        self.record = changed
+        return changed
+
+    def append(self, event: JobEvent) -> None:
+        """Add an event."""
+        line = dumped(event).encode() + b"\n"
+        with disk.storage_errors():
+            descriptor = os.open(
+                self._folder / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, disk.FILE_MODE
+            )
+            try:
+                disk.write_all(descriptor, line)
+            finally:
+                os.close(descriptor)
+        self._count(event)
+
+    def _count(self, event: JobEvent) -> None:
+        self.num_events += 1
+        self.last_step = max(self.last_step, event.data.get("step", 0))
+
+    def validation(self) -> list[Example] | None:
+        """Return the validation data; None if there are none."""
+        path = self._folder / VALIDATION
+        if not path.is_file():
+            return None
+        with disk.storage_errors():
+            return [Example.from_json(json.loads(line)) for line in path.read_bytes().splitlines()]
+
+    def put_checkpoint(self, checkpoint: Checkpoint, adapter: Mapping[str, bytes]) -> Path:
+        """Write a checkpoint with the files of its adapter; return the folder of these."""
+        folder = self.folder_of(checkpoint)
+        with disk.storage_errors():
+            disk.make_folder(folder)
+        for name, content in adapter.items():
+            disk.replace(folder / name, content)
+        # The record comes last: without it there is no checkpoint.
+        disk.replace_json(folder / CHECKPOINT, checkpoint)
+        self._checkpoints[checkpoint.step] = checkpoint
+        return folder
+
+    def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Remove a checkpoint with its files."""
+        self._checkpoints.pop(checkpoint.step, None)
+        shutil.rmtree(self.folder_of(checkpoint), ignore_errors=True)
+
+    def folder_of(self, checkpoint: Checkpoint) -> Path:
+        """Return the folder of a checkpoint's adapter."""
+        return self._folder / CHECKPOINTS / f"step-{checkpoint.step}"
+
+    def delete(self) -> None:
+        """Remove the folder."""
+        # Without its record it is no job, whatever of it stays.
+        with contextlib.suppress(OSError):
+            (self._folder / JOB).unlink()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _lines(path: Path) -> Iterator[JobEvent]:
+    """Yield the lines of a file up to one that a crash has cut off, and cut the file there."""
+    if not path.is_file():
+        return
+    size = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                record = as_record(json.loads(line), JobEvent) if line.endswith(b"\n") else None
+            except (ValueError, TypeError):
+                record = None
+            if record is None:
+                break
+            size += len(line)
+            yield record
+    if size < path.stat().st_size:
+        os.truncate(path, size)
+
+
+def _checkpoints(folder: Path) -> Iterator[Checkpoint]:
+    if not folder.is_dir():
+        return
+    for own in folder.iterdir():
+        path = own / CHECKPOINT
+        if path.is_file():
+            yield as_record(json.loads(path.read_bytes()), Checkpoint)
+        else:
+            shutil.rmtree(own, ignore_errors=True)

@@ -1,0 +1,239 @@
+"""The run of one job: its session's steps, validations, checkpoints, and the result."""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from mlx_parallm.adapters.writing import adapter_files
+from mlx_parallm.training.jobs.files import JobFiles
+from mlx_parallm.training.jobs.records import Checkpoint, JobEvent, JobStatus
+from mlx_parallm.training.records import Status
+from mlx_parallm.training.service import ASLEEP, TrainingService
+from mlx_parallm.training.session import Session
+from mlx_parallm.types.errors import ConflictError
+
+#: ``KEPT``: how many of the latest checkpoints are kept, beside the best one.
+KEPT = 3
+#: ``BEST_BY``: the metric of which the checkpoint with the least is the best.
+BEST_BY = "valid_loss"
+RESULT_FIELDS: Sequence[str] = (
+    "step",
+    "train_loss",
+    "valid_loss",
+    "valid_accuracy",
+    "learning_rate",
+    "tokens_per_s",
+)
+
+
+class ServedFolders(Protocol):
+    """Serves adapters of folders that the server itself has written."""
+
+    async def keep(self, name: str, base: str, folder: Path, *, loads: bool = True) -> None:
+        """Serve a folder's adapter of a model under a name, in place of another folder's.
+
+        ``loads`` is False to load it once a request names it.
+        """
+        ...
+
+    async def forget_kept(self, name: str) -> None:
+        """Serve it no more; nothing happens if it was not kept."""
+        ...
+
+
+#: ``WriteResult``: keeps a file for an owner, by its name and content; returns its id.
+WriteResult = Callable[[str, str, bytes], Awaitable[str]]
+
+
+class JobRun:
+    """Drives the session of a job to its end. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        files: JobFiles,
+        training: TrainingService,
+        served: ServedFolders,
+        write_result: WriteResult,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._files = files
+        self._training = training
+        self._served = served
+        self._write_result = write_result
+        self._now = now
+
+    async def run(self) -> None:
+        """Make the steps that are left, unless the job is paused or cancelled meanwhile.
+
+        Raises:
+            NotFoundError: the session is gone.
+            StorageError: the disk refused something.
+        """
+        files = self._files
+        settings = files.record.settings
+        files.save(status=JobStatus.RUNNING, reason=None)
+        self.tell("The job runs.")
+        validation = files.validation()
+        session = self._session
+        while session.num_steps < settings.num_steps:
+            if not await self._advance(session):
+                return
+            metrics = await self._metrics(session, validation)
+            await self._put_checkpoint(session, metrics)
+        await self._finish(session)
+
+    @property
+    def _session(self) -> Session:
+        return self._training.get(self._files.record.session)
+
+    async def _advance(self, session: Session) -> bool:
+        """Make steps up to the next validation; False if the job does not run any more."""
+        settings = self._files.record.settings
+        begun = session.num_steps - session.num_steps % settings.eval_every
+        until = min(begun + settings.eval_every, settings.num_steps)
+        while session.num_steps < until:
+            if session.state.status is Status.PAUSED and session.state.reason != ASLEEP:
+                self._training.resume(session.config.id)
+            if session.state.status is Status.READY:
+                self._training.run(session.config.id, until - session.num_steps)
+            await self._follow(session)
+            if self._files.record.status is not JobStatus.RUNNING:
+                return False
+            state = session.state
+            if state.status is Status.PAUSED:
+                if state.reason != ASLEEP:
+                    self._pause(state.reason or "Its session was paused.")
+                    return False
+                await session.wait_for_steps(session.num_steps)
+                self._training.get(session.config.id)
+        return True
+
+    async def _follow(self, session: Session) -> None:
+        """Add an event for each step of the session, until none comes any more."""
+        files = self._files
+        after = min(files.last_step, session.num_steps)
+        async for record in self._training.follow(session.config.id, after):
+            if record.step > files.last_step:
+                metrics = step_metrics(record)
+                self.tell(f"Step {record.step}: training loss {metrics['train_loss']:.4g}", metrics)
+
+    async def _metrics(
+        self, session: Session, validation: Sequence[Any] | None
+    ) -> dict[str, float]:
+        """Return the metrics of the latest step, and of the validation data."""
+        metrics = {} if session.last is None else step_metrics(session.last)
+        if validation is None:
+            return metrics
+        scores = await session.evaluate(validation)
+        metrics[BEST_BY] = scores.loss
+        if scores.accuracy is not None:
+            metrics["valid_accuracy"] = scores.accuracy
+        self.tell(f"Step {session.num_steps}: validation loss {scores.loss:.4g}", metrics)
+        return metrics
+
+    async def _put_checkpoint(self, session: Session, metrics: Mapping[str, float]) -> None:
+        files, record = self._files, self._files.record
+        step = session.num_steps
+        checkpoint = Checkpoint(
+            step=step,
+            created_at=int(self._now()),
+            name=f"{model_name(files)}:ckpt-step-{step}",
+            metrics=metrics,
+        )
+        weights = await self._training.weights(record.session, None, of_checkpoint=True)
+        folder = files.put_checkpoint(checkpoint, adapter_files(weights, "peft"))
+        await self._served.keep(checkpoint.name, record.settings.model, folder)
+        for old in self._superfluous():
+            await self._served.forget_kept(old.name)
+            files.drop_checkpoint(old)
+
+    def _superfluous(self) -> list[Checkpoint]:
+        old = self._files.checkpoints[:-KEPT]
+        best = best_checkpoint(self._files)
+        return [checkpoint for checkpoint in old if checkpoint is not best]
+
+    async def _finish(self, session: Session) -> None:
+        """Serve the best state, or the last one, and keep the figures of all steps in a file."""
+        files, record = self._files, self._files.record
+        best = best_checkpoint(files)
+        if best is None:
+            raise ConflictError("The job has made no step.")
+        name = model_name(files)
+        await self._served.keep(name, record.settings.model, files.folder_of(best))
+        result = await self._write_result(
+            record.settings.owner, f"{record.id}.csv", _table(files.events())
+        )
+        files.save(
+            status=JobStatus.SUCCEEDED,
+            finished_at=int(self._now()),
+            fine_tuned_model=name,
+            trained_tokens=self._num_tokens(),
+            result_files=(result,),
+        )
+        self.tell(f"The job has succeeded: {name} is the state after step {best.step}.")
+
+    def _num_tokens(self) -> int:
+        """Return how many tokens were trained on so far, by the events."""
+        return int(sum(event.data.get("tokens", 0) for event in self._files.events()))
+
+    def _pause(self, reason: str) -> None:
+        self._files.save(status=JobStatus.PAUSED, reason=reason)
+        self.tell(f"The job is paused: {reason}", level="warn")
+
+    def tell(
+        self, message: str, data: Mapping[str, float] | None = None, *, level: Any = "info"
+    ) -> None:
+        """Add an event."""
+        event = JobEvent(
+            number=self._files.num_events,
+            created_at=int(self._now()),
+            message=message,
+            level=level,
+            data=data or {},
+        )
+        self._files.append(event)
+
+
+def model_name(files: JobFiles) -> str:
+    """Return the name of a job's fine-tuned model, as OpenAI forms it."""
+    settings = files.record.settings
+    return f"ft:{settings.model}:{settings.suffix or ''}:{files.record.id}"
+
+
+def best_checkpoint(files: JobFiles) -> Checkpoint | None:
+    """Return the checkpoint with the least validation loss, the last one without validation."""
+    checkpoints = files.checkpoints
+    validated = [checkpoint for checkpoint in checkpoints if BEST_BY in checkpoint.metrics]
+    if validated:
+        return min(validated, key=lambda checkpoint: checkpoint.metrics[BEST_BY])
+    return checkpoints[-1] if checkpoints else None
+
+
+def step_metrics(record: Any) -> dict[str, float]:
+    """Return the metrics of a step by OpenAI's names where it has any."""
+    facts = {f"train_{name}": value for name, value in record.facts.items()}
+    return facts | {
+        "step": record.step,
+        "train_loss": record.loss,
+        "learning_rate": record.learning_rate,
+        "tokens": record.tokens,
+        "tokens_per_s": record.tokens / record.seconds if record.seconds else 0.0,
+    }
+
+
+def _table(events: Sequence[JobEvent]) -> bytes:
+    """Return the figures of the steps as CSV."""
+    rows: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if event.data:
+            rows.setdefault(event.data["step"], {}).update(event.data)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, RESULT_FIELDS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows[step] for step in sorted(rows))
+    return text.getvalue().encode()

@@ -1,0 +1,144 @@
+"""Sessions that make steps at once, and what jobs need around them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.adapters.weights import AdapterWeights, LowRank
+from mlx_parallm.training.objectives import Scores
+from mlx_parallm.training.records import SessionState, Status
+from mlx_parallm.types.errors import NotFoundError
+
+
+@dataclass(frozen=True, slots=True)
+class FakeRecord:
+    """A step."""
+
+    step: int
+    loss: float
+    learning_rate: float = 0.1
+    tokens: int = 8
+    seconds: float = 0.5
+    facts: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+class FakeSession:
+    """A session whose validation loss is a function of its steps."""
+
+    def __init__(self, name: str) -> None:
+        self.config = SimpleNamespace(id=name)
+        self.state = SessionState()
+        self.records: list[FakeRecord] = []
+        self.valid_losses: dict[int, float] = {}
+        self.costs = SimpleNamespace(seconds=0.0)
+        self.changed = asyncio.Event()
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.records)
+
+    @property
+    def last(self) -> FakeRecord | None:
+        return self.records[-1] if self.records else None
+
+    async def evaluate(self, examples: Any) -> Scores:
+        return Scores(loss=self.valid_losses.get(self.num_steps, 1.0), accuracy=None, f1=None)
+
+    async def wait_for_steps(self, after: int) -> None:
+        await self.changed.wait()
+
+    def set_status(self, status: Status, reason: str | None = None) -> None:
+        self.state = replace(self.state, status=status, reason=reason)
+        self.changed.set()
+        self.changed.clear()
+
+
+class FakeTraining:
+    """Implements what jobs use of ``TrainingService``.
+
+    Attributes:
+        stops: reasons for which a session is paused when it has made so many steps.
+        gate: is awaited before each step, so that a test may act between two.
+    """
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, FakeSession] = {}
+        self.stops: dict[int, str] = {}
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    def add(self, name: str = "s") -> FakeSession:
+        self.sessions[name] = FakeSession(name)
+        return self.sessions[name]
+
+    def get(self, name: str) -> FakeSession:
+        if name not in self.sessions:
+            raise NotFoundError(f"There is no session {name}.", param="id")
+        return self.sessions[name]
+
+    def run(self, name: str, num_steps: int) -> FakeSession:
+        session = self.get(name)
+        session.state = replace(
+            session.state, status=Status.RUNNING, until=session.num_steps + num_steps
+        )
+        return session
+
+    async def follow(self, name: str, after: int) -> AsyncIterator[FakeRecord]:
+        session = self.get(name)
+        for record in session.records[after:]:
+            yield record
+        while session.state.status is Status.RUNNING:
+            await self.gate.wait()
+            await asyncio.sleep(0)
+            if session.state.status is not Status.RUNNING or name not in self.sessions:
+                return
+            step = session.num_steps + 1
+            session.records.append(FakeRecord(step, 1 / step))
+            yield session.records[-1]
+            if reason := self.stops.pop(step, None):
+                session.set_status(Status.PAUSED, reason)
+            elif session.num_steps == session.state.until:
+                session.set_status(Status.READY)
+
+    async def pause(self, name: str) -> FakeSession:
+        self.get(name).set_status(Status.PAUSED)
+        return self.get(name)
+
+    def resume(self, name: str) -> FakeSession:
+        session = self.get(name)
+        is_running = session.num_steps < session.state.until
+        session.set_status(Status.RUNNING if is_running else Status.READY)
+        return session
+
+    async def weights(self, name: str, step: int | None, *, of_checkpoint: bool) -> AdapterWeights:
+        assert of_checkpoint
+        del step
+        value = np.full((1, 2), self.get(name).num_steps, np.float32)
+        module = LowRank(kind="linear", a=HostTensor(value), b=HostTensor(value.T), scale=1.0)
+        return AdapterWeights({"layer": module}, of_checkpoint=True)
+
+    async def delete(self, name: str) -> None:
+        self.get(name)
+        del self.sessions[name]
+
+
+@dataclass
+class FakeServed:
+    """The folders that are served, by name."""
+
+    folders: dict[str, Path] = field(default_factory=dict[str, Path])
+
+    async def keep(self, name: str, base: str, folder: Path, *, loads: bool = True) -> None:
+        assert (folder / "adapter_model.safetensors").is_file()
+        self.folders[name] = folder
+
+    async def forget_kept(self, name: str) -> None:
+        self.folders.pop(name, None)
