@@ -43,6 +43,7 @@ from mlx_parallm.api.turns.images import Images
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient, RequestClient
+from mlx_parallm.training.jobs.service import JobService
 from mlx_parallm.training.service import TrainingService
 from mlx_parallm.training.session_store import SessionLimits
 
@@ -79,6 +80,7 @@ SLICES = (
     "control.weights.routes",
     "control.server.fleet",
     "mezo.routes",
+    "fine_tuning.routes",
     "vllm.routes",
     "page.docs",
     "pooling.hf.routes",
@@ -137,6 +139,7 @@ def create_app(
     app.state.policies = ArtPolicies()
     app.state.batches = make_batch_service(app, engine.config.scheduler, config, max_waiting)
     app.state.training = _training(app, engine, config)
+    app.state.jobs = _jobs(app, engine, config)
     app.state.load_log = LoadLog(engine)
     app.state.counts = RequestCounts()
     if app.state.batches is not None:
@@ -163,14 +166,33 @@ def _training(app: ASGIApp, engine: EngineClient, config: ServerConfig) -> Train
     return training
 
 
+def _jobs(app: FastAPI, engine: EngineClient, config: ServerConfig) -> JobService | None:
+    """Return the fine-tuning jobs of an application; None if it can have no sessions."""
+    training: TrainingService | None = app.state.training
+    batches: BatchService | None = app.state.batches
+    if training is None or batches is None or config.data_dir is None:
+        return None
+
+    async def write_result(owner: str, filename: str, content: bytes) -> str:
+        files = await batches.files()
+        purpose = "fine-tune-results"
+        record = await files.put(content, owner=owner, filename=filename, purpose=purpose)
+        return record.id
+
+    return JobService(Path(config.data_dir) / "fine_tuning", training, engine.control, write_result)
+
+
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
     service: BatchService | None = app.state.batches
     training: TrainingService | None = app.state.training
+    jobs: JobService | None = app.state.jobs
     if service is not None:
         service.start()
     if training is not None:
         training.start()
+    if jobs is not None:
+        jobs.start()
     app.state.load_log.start()
     try:
         yield
@@ -178,6 +200,8 @@ async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
         await app.state.load_log.stop()
         if service is not None:
             await service.stop()
+        if jobs is not None:
+            await jobs.stop()
         if training is not None:
             await training.stop()
         await app.state.responses.stop()

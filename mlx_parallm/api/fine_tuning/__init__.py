@@ -1,0 +1,1 @@
+"""``/v1/fine_tuning/jobs``, as OpenAI's SDK speaks it."""
