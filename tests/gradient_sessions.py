@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.types.gradients import GradientResult, LossKind, LossSpec, LossTarget
+from mlx_parallm.types.gradients import GradientForm, GradientResult, LossKind, LossSpec, LossTarget
 from mlx_parallm.types.training import (
     ChoiceInput,
     Distribution,
@@ -82,6 +82,7 @@ class GradientSession:
     ) -> GradientResult:
         """Add the gradient of rows to the session's; in stages if asked for."""
         job = self._begin(loss, rows, divisor)
+        assert not staged or self.session.gradients.form is GradientForm.STAGED
         while staged and job.num_stages > 1:
             job.advance()
         return job.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from mlx_parallm.types.gradients import (
 )
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import ChoiceInput
+from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
 from mlx_parallm.worker.training.prefix_pool import PrefixPool
 from mlx_parallm.worker.training.trained_model import TrainedModel
@@ -337,11 +339,22 @@ def test_models_without_a_gradient_are_refused(monkeypatch: pytest.MonkeyPatch) 
         opened(model)
 
 
-def test_models_serve_in_evaluation_mode_after_a_gradient() -> None:
+def test_layers_are_in_training_mode_during_a_gradient_alone() -> None:
     model = build(config_of("qwen3_next"))
     session = opened(trained_decoder(model, VOCAB_SIZE))
+    spec, rows = spec_of(LossKind.DPO), choice_rows(LossKind.DPO, VOCAB_SIZE)
     for staged in (False, True):
-        session.gradient(
-            spec_of(LossKind.DPO), choice_rows(LossKind.DPO, VOCAB_SIZE), staged=staged
-        )
+        modes: list[bool] = []
+        with WrappedCalls(model.layers, partial(noting, modes=modes)):
+            session.gradient(spec, rows, staged=staged)
+        # In stages, each layer is called once more before the gradient goes back through it.
+        assert modes == [True] * len(model.layers) * (2 if staged else 1)
         assert not any(module.training for module in model.modules())
+
+
+def noting(original: Any, *, modes: list[bool]) -> Methods:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        modes.append(self.training)
+        return original.__call__(self, *args, **kwargs)
+
+    return {"__call__": call}
