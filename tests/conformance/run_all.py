@@ -28,6 +28,7 @@ SEEING = "demo:see"
 TRANSLATOR = "translator"
 POLICY = "policy"
 MEMORY = "memory"
+POLICIES = ("demo:cartpole", "demo:memory")
 DEMO_MODEL = ROOT / "mlx_parallm" / "demo_models" / "chat"
 
 
@@ -52,7 +53,7 @@ def main(words: list[str]) -> int:
         names += [f"{translator}={TRANSLATOR}", f"{policy}={POLICY}", f"{memory}={MEMORY}"]
         others = (reranker, embedder, translator, policy, memory)
         server = ServerProcess(
-            *("--api-key", KEY, "--model", str(DEMO_MODEL), SEEING, *map(str, others)),
+            *("--api-key", KEY, "--model", str(DEMO_MODEL), SEEING, *POLICIES, *map(str, others)),
             *("--served-model-name", *names),
             is_forked=False,
         )

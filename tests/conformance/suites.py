@@ -102,6 +102,13 @@ SUITES = (
         "requirements/conformance-inference.txt",
         INFERENCE,
     ),
+    Suite(
+        "test_policies.py",
+        "requests with gymnasium and json-numpy",
+        ("requests", "gymnasium", "json-numpy"),
+        "requirements/conformance-inference.txt",
+        INFERENCE,
+    ),
     Suite("node/openai.test.js", "OpenAI's client for Node", ("openai",), NODE, None),
     Suite(
         "node/ai_sdk.test.js",
