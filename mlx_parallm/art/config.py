@@ -91,9 +91,9 @@ class DeviceConfig:
         return Devices(inference, training or others or (first,))
 
 
-def _indices(devices: object) -> tuple[object, ...]:
+def _indices(devices: Sequence[object]) -> tuple[object, ...]:
     """Return the indices of a sequence; a single index is refused by name."""
-    if isinstance(devices, str) or not isinstance(devices, Sequence):
+    if not isinstance(devices, (list, tuple, range)):
         raise ConfigError(f"training_devices must be a list of indices, not {devices!r}.")
     return tuple(devices)
 
