@@ -68,6 +68,8 @@ class Sample:
         versions: the versions of the weights that made its tokens; they cover all, in order.
         top_logprobs: for each token the likeliest ones; None if not requested.
         entropy: the entropy of each token's distribution, in nats; None if not requested.
+        value_estimates: the value head's number for the state that each token was chosen in; None
+            if not requested.
         reward: the reward of the verifier or reward model; None if there is none.
         verifier_error: why the verifier gave no reward.
         reward_error: why the reward model gave no reward.
@@ -83,6 +85,7 @@ class Sample:
     versions: Sequence[VersionSpan] = ()
     top_logprobs: Sequence[Alternatives] | None = None
     entropy: Sequence[float] | None = None
+    value_estimates: Sequence[float] | None = None
     reward: float | None = None
     verifier_error: str | None = None
     reward_error: str | None = None
@@ -131,12 +134,15 @@ class Score:
         version: label of the weights that computed them.
         top_logprobs: the likeliest tokens at each position; None if not requested.
         entropy: the entropy at each position, in nats; None if not requested.
+        value_estimates: the value head's number for the state before each token; None if not
+            requested.
     """
 
     logprobs: Sequence[float]
     version: str
     top_logprobs: Sequence[Alternatives] | None = None
     entropy: Sequence[float] | None = None
+    value_estimates: Sequence[float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,7 @@ class RolloutOptions(TypedDict, total=False):
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
     top_logprobs: int
     entropy: bool
+    return_values: bool
     prompt_logprobs: int
     timeout_s: float
     verifier: Mapping[str, Any]
@@ -83,6 +84,7 @@ class ScoreOptions(TypedDict, total=False):
     adapter: str
     top_logprobs: int
     entropy: bool
+    return_values: bool
     mm_processor_kwargs: Mapping[str, int]
     priority: int
     cache_salt: str

@@ -60,6 +60,7 @@ def for_follower(batch: ScheduledBatch) -> ScheduledBatch:
             target_start=sequence.target_start if sequence.target_ids else 0,
             prompt_logprobs=None,
             prompt_entropy=False,
+            values=False,
         )
         for sequence in batch.sequences
     )

@@ -28,7 +28,7 @@ from mlx_parallm.generation.output_processor import OutputProcessor
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.generation.scheduler.step_cost import MIN_CHUNK
 from mlx_parallm.generation.scheduler.updates import SchedulerStats, SequenceUpdate
-from mlx_parallm.types.errors import OverloadedError, StepError
+from mlx_parallm.types.errors import InvalidRequestError, OverloadedError, StepError
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import (
@@ -178,11 +178,24 @@ class GenerationEngine(ServedEngine):
         is_endless = params.ignore_eos and params.grammar is None
         end_ids = frozenset[int]() if is_endless else self._end_ids
         weights = self.policies.weights_of(request.adapter)
+        if params.values:
+            self._check_values(request)
         with self._counted_rejection():
             self._scheduler.add(request, seed=seed, end_ids=end_ids, weights=weights)
         self._processor.add(request, self.tokenizer)
         self._metrics.on_add(request, arrival_s)
         return ()
+
+    def _check_values(self, request: GenerateRequest) -> None:
+        """Raise InvalidRequestError unless the weights of a request have a value head."""
+        adapter = request.adapter
+        if self.info.has_value_head or (adapter and self.policies.head_of(adapter) is not None):
+            return
+        raise InvalidRequestError(
+            f"{adapter or request.model} has no value head (v_head or score of one label), so "
+            "there are no values.",
+            param="values",
+        )
 
     def check_room(self, client: str, count: int) -> None:
         """Raise OverloadedError, and count it, if the queue has no room; any thread may ask."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import RotatingKVCache
 
@@ -19,6 +20,7 @@ from mlx_parallm.models.seq2seq import bart, t5
 from mlx_parallm.models.text_halves import TEXT_HALVES
 from mlx_parallm.models.vision.checkpoint import with_tower
 from mlx_parallm.models.vision.registry import family_of
+from mlx_parallm.types.errors import ModelLoadError
 
 #: ``OWN_DECODERS``: the classes of architectures that mlx_lm lacks, by ``model_type``.
 OWN_DECODERS: Mapping[str, tuple[type, type]] = {
@@ -30,6 +32,8 @@ ENCODER_DECODERS: Mapping[str, tuple[type, type]] = {
     **dict.fromkeys(bart.FAMILIES, (bart.Model, bart.ModelArgs)),
     **dict.fromkeys(t5.FAMILIES, (t5.Model, t5.ModelArgs)),
 }
+#: ``TRUNKS``: the names of trunks in mlx_lm's models.
+TRUNKS = ("model", "backbone", "transformer")
 #: ``WINDOWED``: families of which all layers have the window that the config names.
 #: mlx_lm's classes make the mask from the first layer's cache.
 WINDOWED = frozenset({"ministral3", "mistral", "mixtral", "phi3", "phimoe", "starcoder2"})
@@ -94,3 +98,17 @@ def _windowed(model_class: type, window: int) -> type:
             return [RotatingKVCache(max_size=window) for _ in layers]
 
     return WindowedModel
+
+
+def trunk_of(model: Any) -> Any:
+    """Return the module that computes hidden states up to the last norm.
+
+    Raises:
+        ModelLoadError: this model has it elsewhere.
+    """
+    owner = getattr(model, "language_model", model)
+    trunks = (getattr(owner, name, None) for name in TRUNKS)
+    trunk = next((trunk for trunk in trunks if isinstance(trunk, nn.Module)), None)
+    if trunk is None:
+        raise ModelLoadError("the hidden states of this architecture cannot be reached.")
+    return trunk

@@ -181,6 +181,8 @@ class SamplingParams:
             likeliest.
         entropy: report the entropy of that distribution for each token; implies ``logprobs`` of 0
             at least. With ``prompt_logprobs`` also that of the model for each prompt token.
+        values: report what the value head says of the state that each token was chosen in; implies
+            ``logprobs`` of 0 at least. With ``prompt_logprobs`` also for each prompt token.
         prompt_logprobs: as ``logprobs``, for each prompt token given those before it; the model's
             in both modes.
         prompt_logprobs_start: the first prompt token that is scored; those before it have None,
@@ -223,6 +225,7 @@ class SamplingParams:
     logprobs_mode: str | None = None
     logprob_token_ids: tuple[int, ...] = ()
     entropy: bool = False
+    values: bool = False
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
     speculative: bool = True
@@ -286,6 +289,7 @@ class SamplingParams:
             "logprob_token_ids": not self.logprob_token_ids,
             "logprobs_mode": self.logprobs_mode is None,
             "entropy": not self.entropy,
+            "values": not self.values,
             "max_tokens": self.max_tokens != 0,
         }
         for name, is_unset in without.items():
@@ -306,7 +310,7 @@ class SamplingParams:
     @property
     def num_logprobs(self) -> int | None:
         """Number of likeliest tokens reported per token; None for no log-probabilities."""
-        return 0 if self.logprobs is None and self.entropy else self.logprobs
+        return 0 if self.logprobs is None and (self.entropy or self.values) else self.logprobs
 
     @property
     def num_sequences(self) -> int:

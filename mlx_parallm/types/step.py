@@ -242,6 +242,8 @@ class ScheduledSequence:
             they follow ``token_ids[target_start:]``, one each.
         target_start: index into ``token_ids`` of the token that ``target_ids[0]`` follows.
         prompt_entropy: True if the entropies at the targets are wanted too.
+        values: True if the values at the targets and of the states that tokens are chosen in are
+            wanted.
         inputs: rows that stand in place of the embeddings of some of ``token_ids``.
         rope_offsets: pairs of an index into ``token_ids`` and a number: from there on position ids,
             by which RoPE turns, are places plus that number. Empty: they are places.
@@ -264,6 +266,7 @@ class ScheduledSequence:
     target_ids: tuple[int, ...] = ()
     target_start: int = 0
     prompt_entropy: bool = False
+    values: bool = False
     inputs: tuple[InputRows, ...] = ()
     rope_offsets: tuple[tuple[int, int], ...] = ()
     source: SourceTable | None = None
@@ -298,6 +301,7 @@ class ScheduledSequence:
             target_ids=(),
             target_start=0,
             prompt_entropy=False,
+            values=False,
             inputs=inputs,
             rope_offsets=rope_offsets,
         )
@@ -337,7 +341,8 @@ class TokenLogprob:
     Every number is finite: masked tokens are not in ``top``, and a token of probability 0 has the
     least float32. If the request lists token ids, ``top`` has these instead. ``rank`` is 1 plus
     the number of likelier tokens; only prompt tokens have it. ``entropy`` is the entropy of the
-    distribution in nats; None unless requested.
+    distribution in nats; None unless requested. ``value`` is the value head's number for the state
+    before the token; None unless requested.
     """
 
     token_id: int
@@ -345,6 +350,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
     rank: int | None = None
     entropy: float | None = None
+    value: float | None = None
 
 
 @message
@@ -407,6 +413,7 @@ class RunnerInfo:
             computed.
         max_source_len: longest source, in positions; 0 if the model has no encoder.
         source_vocab_size: rows of the table of word embeddings for sources; 0 if it is the same.
+        has_value_head: True if the model's own weights have a value head.
     """
 
     path: str
@@ -429,6 +436,7 @@ class RunnerInfo:
     keeps_states: bool = False
     max_source_len: int = 0
     source_vocab_size: int = 0
+    has_value_head: bool = False
 
 
 class StepInFlight(Protocol):

@@ -18,7 +18,7 @@ from mlx_parallm.models.seq2seq.interface import EncoderStages
 from mlx_parallm.types.model_input import source_of
 from mlx_parallm.types.request import KV_CACHE, WEIGHTS
 from mlx_parallm.worker.attention.reference import ReferenceAttention
-from mlx_parallm.worker.generation.model_runner import ModelStep
+from mlx_parallm.worker.generation.model_step import ModelStep
 from tests.compiled_attention import AheadAttention, CompiledAttention
 from tests.source_batches import (
     BLOCK_SIZE,

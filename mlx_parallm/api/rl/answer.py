@@ -8,14 +8,19 @@ from typing import Any
 
 from mlx_parallm.api.http.forms import INT64
 from mlx_parallm.api.rl.groups import Group, Verdict
-from mlx_parallm.api.rl.schema import RolloutItem, RolloutRequest
+from mlx_parallm.api.rl.schema import RolloutItem, RolloutRequest, TokenFields
 from mlx_parallm.api.turns.prelude import Admitted
 from mlx_parallm.api.turns.samples import Usage, usage_body
 from mlx_parallm.types.model_input import num_image_tokens
 from mlx_parallm.types.step import TokenLogprob
 
 # What the body calls the engine's names.
-FIELDS = {"prompt": "prompts", "messages": "prompts", "logprobs": "top_logprobs"}
+FIELDS = {
+    "prompt": "prompts",
+    "messages": "prompts",
+    "logprobs": "top_logprobs",
+    "values": "return",
+}
 
 
 def seed_of(number: int, item: RolloutItem, body: RolloutRequest) -> int | None:
@@ -93,7 +98,7 @@ class RolloutAnswer:
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
         }
-        fields |= token_scores(sample.logprobs, top=body.top_logprobs, entropy=body.entropy)
+        fields |= token_scores(sample.logprobs, body)
         if body.verifier is not None or body.reward_model is not None:
             verdict = group.verdicts.get(index, Verdict())
             error_key = "verifier_error" if body.reward_model is None else "reward_error"
@@ -144,13 +149,15 @@ def usage_of(groups: Sequence[Group]) -> Usage:
     return usage
 
 
-def token_scores(entries: Sequence[TokenLogprob], *, top: int, entropy: bool) -> dict[str, Any]:
-    """Return a sample's token fields: log-probabilities, and what else is wanted."""
+def token_scores(entries: Sequence[TokenLogprob], body: TokenFields) -> dict[str, Any]:
+    """Return a sample's token fields: log-probabilities, and what else the body wants."""
     scores: dict[str, Any] = {"logprobs": [entry.logprob for entry in entries]}
-    if top:
+    if body.top_logprobs:
         scores["top_logprobs"] = [top_of(entry) for entry in entries]
-    if entropy:
+    if body.entropy:
         scores["entropy"] = [entry.entropy for entry in entries]
+    if body.wants_values:
+        scores["value_estimates"] = [entry.value for entry in entries]
     return scores
 
 

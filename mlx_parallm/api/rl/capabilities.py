@@ -11,6 +11,7 @@ from mlx_parallm.api.http.openapi import RL
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.pooling.scores.rewards import gives_rewards
 from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.engine.policies import AdapterHead
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.kind import POOLING
@@ -41,6 +42,7 @@ class RLModel(BaseModel):
     dtype: str = Field(description="The dtype it computes in.")
     max_model_len: int = Field(description="Tokens of prompt and output together, at most.")
     vocab_size: int = Field(description="Token ids are below this.")
+    has_value_head: bool = Field(description="Whether answers can have value_estimates.")
     tolerance: Tolerance | None = Field(description="For its dtype; null where none was measured.")
 
 
@@ -89,7 +91,7 @@ async def rl_capabilities(
         status = POOLING.client(engine).find(info.name)
         if status is None:
             model = GENERATION.client(engine).get_model(info.name)
-            models += [] if model.takes_sources else [_model(model, info.version)]
+            models += [] if model.takes_sources else [_model(model, info.version, info.head)]
         elif status.model is not None:
             reading.append(status.model)
     return RLCapabilities(
@@ -108,7 +110,8 @@ async def rl_capabilities(
     )
 
 
-def _model(model: GenerationModel, version: str) -> RLModel:
+def _model(model: GenerationModel, version: str, head: AdapterHead | None = None) -> RLModel:
+    """Return what is known of a model, or of an adapter with the head that it brings."""
     return RLModel(
         model=model.names[0],
         parent=model.parent,
@@ -116,5 +119,6 @@ def _model(model: GenerationModel, version: str) -> RLModel:
         dtype=model.info.dtype,
         max_model_len=model.info.max_model_len,
         vocab_size=model.info.vocab_size,
+        has_value_head=model.info.has_value_head or head is not None,
         tolerance=TOLERANCES.get(model.info.dtype),
     )

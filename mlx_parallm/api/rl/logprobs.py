@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from fastapi import Response
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.http.declared import INPUT
@@ -14,7 +14,7 @@ from mlx_parallm.api.http.forms import Ids
 from mlx_parallm.api.http.openapi import RL
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.rl.answer import token_scores
-from mlx_parallm.api.rl.schema import TrainerFields
+from mlx_parallm.api.rl.schema import TokenFields
 from mlx_parallm.api.turns.fields import ProcessorKwargs
 from mlx_parallm.api.turns.generation import named_by, unless_disconnected
 from mlx_parallm.api.turns.images import ImageUrls, named_sources, pixel_range_of
@@ -32,6 +32,7 @@ FIELDS = {
     "messages": "items",
     "max_tokens": "items",
     "prompt_logprobs": "top_logprobs",
+    "values": "return",
 }
 routes = Routes(RL, body_limit=INPUT, short=True, in_any_process=True)
 MAX_ITEMS = 65_536
@@ -51,7 +52,7 @@ class ScoredItem(BaseModel):
     )
 
 
-class LogprobsRequest(TrainerFields):
+class LogprobsRequest(TokenFields):
     """Completions to be scored, each token given all before it."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
@@ -59,8 +60,6 @@ class LogprobsRequest(TrainerFields):
     items: list[ScoredItem] = Field(
         min_length=1, max_length=MAX_ITEMS, description="Prompts and completions, as token ids."
     )
-    top_logprobs: StrictInt = Field(0, ge=0, description="Likeliest tokens at each place.")
-    entropy: StrictBool = Field(False, description="Of the model at each place.")
     mm_processor_kwargs: ProcessorKwargs = None
 
 
@@ -110,6 +109,7 @@ def _requests(
                 prompt_logprobs=body.top_logprobs,
                 prompt_logprobs_start=len(prompt.token_ids),
                 entropy=body.entropy,
+                values=body.wants_values,
             ),
             priority=body.priority,
             client=admitted.prelude.client,
@@ -141,7 +141,7 @@ async def _score(
 
 
 def _item(body: LogprobsRequest, number: int, known: KnownTokens) -> dict[str, Any]:
-    scores = token_scores(known.prompt, top=body.top_logprobs, entropy=body.entropy)
+    scores = token_scores(known.prompt, body)
     total = sum(scores["logprobs"])
     return {"index": number, "sum": total, "weight_version": known.version} | scores
 

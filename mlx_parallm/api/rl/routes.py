@@ -105,7 +105,7 @@ async def _requests(
             inputs=prompt.inputs,
             turn_start=prompt.turn_start,
             answer_start=prompt.answer_start,
-            params=replace(params, seed=seed_of(number, item, body)),
+            params=replace(params, seed=seed_of(number, item, body), values=body.wants_values),
             priority=body.priority,
             client=prelude.client,
             cache_salt=body.cache_salt,

@@ -37,6 +37,26 @@ class TrainerFields(QueueFields):
     )
 
 
+class TokenFields(TrainerFields):
+    """Fields that choose what the answer has for each token."""
+
+    top_logprobs: StrictInt = Field(0, ge=0, description="Likeliest tokens at each place.")
+    entropy: StrictBool = Field(False, description="Entropy of the distribution at each place.")
+    returns: list[Literal["values"]] | None = Field(
+        None,
+        validation_alias="return",
+        serialization_alias="return",
+        description="What else is returned: values, the value head's number for the state that "
+        "each token is chosen in, as value_estimates.",
+    )
+    return_values: StrictBool = Field(False, description="Short for return: values.")
+
+    @property
+    def wants_values(self) -> bool:
+        """True if the answer has ``value_estimates``."""
+        return self.return_values or bool(self.returns)
+
+
 class RolloutItem(NullIsAbsent):
     """A prompt with what belongs to it alone; exactly one of its first three fields is there."""
 
@@ -114,7 +134,7 @@ class RewardModel(NullIsAbsent):
     )
 
 
-class RolloutRequest(TrainerFields, SamplingFields):
+class RolloutRequest(TokenFields, SamplingFields):
     """Prompts, each to be continued ``n`` times."""
 
     prompts: list[StrictStr | list[StrictInt] | list[ChatMessage] | RolloutItem] = Field(
@@ -128,10 +148,6 @@ class RolloutRequest(TrainerFields, SamplingFields):
     )
     seeds: list[StrictInt] | None = Field(
         None, description="One per prompt; sample i of a prompt uses its seed + i."
-    )
-    top_logprobs: StrictInt = Field(0, ge=0, description="Likeliest tokens per sampled token.")
-    entropy: StrictBool = Field(
-        False, description="Of the distribution of logprobs_mode, for each token."
     )
     prompt_logprobs: StrictInt | None = Field(
         None, ge=0, description="Score the prompts, with so many alternatives per token."

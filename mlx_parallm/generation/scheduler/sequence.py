@@ -378,6 +378,7 @@ class Sequence:
             target_ids=self.request.prompt_ids[targets.start : targets.stop],
             target_start=targets.start - start - 1 if targets else 0,
             prompt_entropy=params.entropy,
+            values=params.values,
             inputs=() if self.held is None else self.held.rows(start, end),
             rope_offsets=() if self.held is None else self.group.inputs.rope_offsets(start, end),
             source=None if self.held is None else self.held.source,

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 
 import mlx.core as mx
-import numpy as np
 from typing_extensions import override
 
 from mlx_parallm.grammar.masks import GrammarMasks
 from mlx_parallm.models.seq2seq.interface import is_encoder_decoder
 from mlx_parallm.types.content import Buffer
-from mlx_parallm.types.errors import StepError
 from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.request import ALL_TOKENS
 from mlx_parallm.types.step import (
     Phase,
     Runner,
     RunnerInfo,
-    SampledToken,
     ScheduledBatch,
-    StepInFlight,
     StepOutput,
     StepTracer,
-    TokenLogprob,
 )
 from mlx_parallm.worker.device.faults import DeviceFaults
 from mlx_parallm.worker.device.ranks import Ranks
@@ -35,8 +28,9 @@ from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.host_moves import HostMoves
 from mlx_parallm.worker.generation.inputs.forward import InputForward
 from mlx_parallm.worker.generation.inputs.runs import InputComputer, Tensors
-from mlx_parallm.worker.generation.inputs.sources import SourceDoubts, SourceEncoder, StepOrder
+from mlx_parallm.worker.generation.inputs.sources import SourceEncoder, StepOrder
 from mlx_parallm.worker.generation.live_model import LiveModel
+from mlx_parallm.worker.generation.model_step import ModelStep
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
 from mlx_parallm.worker.generation.rank_steps import RankTokens
@@ -49,173 +43,11 @@ from mlx_parallm.worker.generation.step_rows import (
     place_proposals,
 )
 from mlx_parallm.worker.generation.stock_forward import StockModel
+from mlx_parallm.worker.generation.value_heads import ValueHeads
 from mlx_parallm.worker.lora.adapter_store import AdapterStore
-from mlx_parallm.worker.ops import ComputeInputs, OneStage, Pending
+from mlx_parallm.worker.ops import ComputeInputs, Pending
 from mlx_parallm.worker.sampling.logprobs import TargetLogprobs, target_logprobs
 from mlx_parallm.worker.sampling.sampler import Sampler, SampleResult
-
-
-class ModelStep(OneStage[StepOutput], StepInFlight):
-    """A step's lazy results; the device needs no help after it has begun.
-
-    Attributes:
-        tokens: the tokens that the step chooses, ``[rows]``; None if it samples nothing.
-        token_copy: a copy of ``tokens`` from which no array is computed; None if there is none.
-    """
-
-    def __init__(  # noqa: PLR0913 - parts, by name
-        self,
-        rows: StepRows,
-        sampled: SampleResult | None,
-        scored: dict[int, TargetLogprobs],
-        drafts: mx.array | None = None,
-        failed: Mapping[int, str] | None = None,
-        *,
-        snapshots: Mapping[int, mx.array] | None = None,
-        doubts: SourceDoubts | None = None,
-        faults: DeviceFaults,
-        recovering: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self.tokens = sampled.tokens if sampled is not None else None
-        self.token_copy: mx.array | None = None
-        self._rows = rows
-        self._sampled = sampled
-        self._scored = scored
-        self._drafts = drafts
-        self._failed = failed or {}
-        # By slot: True if the snapshot has a NaN.
-        self._snapshots = snapshots or {}
-        self._doubts = doubts
-        self._doubted = {} if doubts is None else doubts.of(rows.sequences)
-        self._faults = faults
-        self._num_faults = faults.count
-        self._recovering = recovering
-        self._written: list[mx.array] = []
-        self._features: list[mx.array] = []
-
-    @cached_property
-    def blocks(self) -> frozenset[int]:
-        """Return the KV blocks that the step may read."""
-        return frozenset(self._rows.blocks)
-
-    def copy_tokens(self) -> None:
-        """Make ``token_copy``."""
-        if self.tokens is not None:
-            self.token_copy = self.tokens.astype(mx.int32)
-
-    def start(self, written: list[mx.array], features: list[mx.array], *, wait: bool) -> None:
-        """Begin to compute the results and ``written``.
-
-        With ``wait``, no reference to ``written`` is kept: MLX writes a pool in place only if
-        nothing else refers to it.
-
-        Args:
-            written: the arrays that the step writes.
-            features: those of inputs that were begun before the step and end with it.
-            wait: True to wait until everything is computed.
-        """
-        (mx.eval if wait else mx.async_eval)(self._outputs(), written)
-        if not wait:
-            self._written, self._features = written, features
-
-    def end(self) -> None:
-        """Wait until everything is computed."""
-        mx.eval(self._outputs(), self._written, self._features)
-        self._written, self._features = [], []
-
-    def _outputs(self) -> list[mx.array]:
-        outputs = [array for result in self._scored.values() for array in result.arrays()]
-        outputs += self._snapshots.values()
-        outputs += [is_bad for _, is_bad in self._doubted.values()]
-        outputs += [array for array in (self._drafts, self.token_copy) if array is not None]
-        return outputs if self._sampled is None else outputs + self._sampled.arrays()
-
-    @override
-    def wait(self) -> StepOutput:
-        """The runner recovers if it raises."""
-        with self._recovering():
-            self._check_faults()
-            self._end_unread()
-            return self._output()
-
-    def _end_unread(self) -> None:
-        """Wait for what the step computes besides the outputs that are read.
-
-        The caller lets later steps find the KV and the features. A step without outputs is the last
-        one if it has not ended: another would have ended it, see ``ModelRunner._end_latest``. So
-        the whole device is asked: MLX does not raise the error of an array that is complete.
-        """
-        mx.eval(self._features)
-        if self._written and not self._outputs():
-            mx.synchronize()
-            self._written = []
-        self._features = []
-
-    def _check_faults(self) -> None:
-        """Raise StepError if the device has failed since the step began: it may be this step."""
-        if self._faults.count != self._num_faults:
-            raise StepError("the device failed while the step was in flight")
-
-    def _output(self) -> StepOutput:
-        tokens = self._sampled.to_python(self._rows.sampled_ids) if self._sampled else ()
-        if self._drafts is not None:
-            self._rows.fill_proposals(np.array(self._drafts).tolist())
-        tokens = keep_valid(tokens, self._rows.proposals)
-        scored = {seq_id: result.to_python() for seq_id, result in self._scored.items()}
-        failed = {**_not_numbers(tokens, scored), **self._failed}
-        if self._doubts is not None:
-            failed |= self._doubts.failed(self._doubted)
-        if failed:
-            tokens = tuple(token for token in tokens if token.seq_id not in failed)
-            scored = {seq_id: entries for seq_id, entries in scored.items() if seq_id not in failed}
-        bad_slots = tuple(slot for slot, is_bad in self._snapshots.items() if is_bad.item())
-        return StepOutput(tokens=tokens, prompt_logprobs=scored, failed=failed, bad_slots=bad_slots)
-
-
-def _not_numbers(
-    tokens: Sequence[SampledToken], scored: Mapping[int, Sequence[TokenLogprob]]
-) -> dict[int, str]:
-    """Return the sequences that have a log-probability of NaN, each with why it fails."""
-    why = "The model's logits are not numbers, so there are no log-probabilities."
-    seq_ids = [
-        token.seq_id for token in tokens if token.logprob and math.isnan(token.logprob.logprob)
-    ]
-    seq_ids += [
-        seq_id
-        for seq_id, entries in scored.items()
-        if any(math.isnan(entry.logprob) for entry in entries)
-    ]
-    return dict.fromkeys(seq_ids, why)
-
-
-def count_accepted(chosen: Sequence[int], proposals: Sequence[int]) -> int:
-    """Return how many proposals, from the first on, equal the token chosen in their place.
-
-    ``chosen[i]`` follows the first i proposals.
-    """
-    for count, (token, proposal) in enumerate(zip(chosen, proposals, strict=False)):
-        if token != proposal:
-            return count
-    return len(proposals)
-
-
-def keep_valid(
-    tokens: Sequence[SampledToken], proposals: Sequence[Sequence[int]]
-) -> tuple[SampledToken, ...]:
-    """Return the tokens without those chosen after a refused proposal.
-
-    Args:
-        tokens: for each sequence, one after its last token and one after each proposal.
-        proposals: the proposals of each sequence.
-    """
-    kept: list[SampledToken] = []
-    first = 0
-    for mine in proposals:
-        end = first + 1 + len(mine)
-        chosen = [token.token_id for token in tokens[first:end]]
-        kept += tokens[first : first + 1 + count_accepted(chosen, mine)]
-        first = end
-    return tuple(kept)
 
 
 class ModelRunner(Runner):
@@ -237,6 +69,7 @@ class ModelRunner(Runner):
         stock: StockModel,
         draft: DraftModel | None,
         grammars: GrammarMasks | None,
+        values: ValueHeads,
         ranks: Ranks | None,
         tracer: StepTracer,
         faults: DeviceFaults,
@@ -254,11 +87,13 @@ class ModelRunner(Runner):
             stock: the model as training sessions run it.
             draft: the draft model; None if there is none.
             grammars: the masks of constrained samples; None if there can be none.
+            values: the value heads; none if the model has none and no adapter brings one.
             ranks: the processes that compute the model together; None for one process.
             tracer: records the phases of every step.
             faults: the failures of the device.
         """
         self._path = path
+        self._values = values
         self._forward = forward
         self._sampler = sampler
         self.info = info
@@ -411,7 +246,8 @@ class ModelRunner(Runner):
         if drafts is not None:
             token_ids = place_proposals(batch.sequences, token_ids, drafts)
         features = self.inputs.features
-        logits = self._forward.logits(batch.sequences, token_ids, rows.logit_rows, features)
+        with self.stock.selector.noting() as noted:
+            logits = self._forward.logits(batch.sequences, token_ids, rows.logit_rows, features)
         if self._ranks is not None and not self._ranks.samples:
             return self._followed(self._ranks, logits, rows)
         constraints = self._constrain(logits, rows)
@@ -422,6 +258,7 @@ class ModelRunner(Runner):
             self._score(logits, rows),
             drafts,
             constraints.failed,
+            values=self._values.of_rows(rows, noted, is_selected=self._path.selects_rows),
             snapshots=snapshots,
             doubts=None if self._sources is None else self._sources.doubts,
             faults=self._faults,

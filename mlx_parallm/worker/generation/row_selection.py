@@ -6,7 +6,8 @@ calls are wrapped, so that it selects rows before it multiplies; names of parame
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ class RowSelector:
     def __init__(self) -> None:
         self.rows: mx.array | None = None
         self.active = False
+        self._noted: list[mx.array] | None = None
 
     def run(self, forward: Callable[[], mx.array], rows: mx.array) -> mx.array:
         """Return the logits of some rows of a packed forward, ``[len(rows), vocab]``.
@@ -53,9 +55,24 @@ class RowSelector:
 
         Indices count over all leading axes. Without a selection the input is returned as it is.
         """
-        if self.rows is None:
-            return hidden
-        return hidden.reshape(-1, hidden.shape[-1])[self.rows][:, None]
+        if self.rows is not None:
+            hidden = hidden.reshape(-1, hidden.shape[-1])[self.rows][:, None]
+        self.note([hidden])
+        return hidden
+
+    @contextmanager
+    def noting(self) -> Iterator[list[mx.array]]:
+        """Yield a list that gets what the head reads, ``[..., size]``, one array for each call."""
+        before, self._noted = self._noted, []
+        try:
+            yield self._noted
+        finally:
+            self._noted = before
+
+    def note(self, hidden: Sequence[mx.array]) -> None:
+        """Add what the head read in a forward that was repeated without calling it."""
+        if self._noted is not None:
+            self._noted += hidden
 
 
 def install_row_selection(

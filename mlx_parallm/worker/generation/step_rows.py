@@ -295,6 +295,22 @@ class StepRows:
             for proposals in self.proposals
         ]
 
+    def value_rows(self) -> dict[int, ScheduledSequence]:
+        """Return the rows that want values, as indices into ``logit_rows``, and their sequences."""
+        wanted = {sequence.seq_id: sequence for sequence in self.sequences if sequence.values}
+        if not wanted:
+            return {}
+        placed = {
+            row: wanted[seq_id]
+            for row, seq_id in zip(self.sampled, self.sampled_ids, strict=True)
+            if seq_id in wanted
+        }
+        for sequence, first in self.scored:
+            if sequence.values:
+                scored = range(first, first + len(sequence.target_ids))
+                placed |= dict.fromkeys(scored, sequence)
+        return placed
+
     def pending(self, token_ids: mx.array) -> mx.array | None:
         """Return the input token of every sampled row, int32 ``[rows]``; None if none is pending.
 

@@ -17,7 +17,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.models.checkpoints.decoders import DecoderPlan, readable_config
 from mlx_parallm.models.checkpoints.weight_files import mlx_lm_folder
-from mlx_parallm.models.decoder_classes import decoder_classes
+from mlx_parallm.models.decoder_classes import decoder_classes, trunk_of
 from mlx_parallm.models.heads import weight_rows
 from mlx_parallm.models.indexed_weights import reading_index, tied_as_saved
 from mlx_parallm.models.load_failures import load_failures
@@ -85,21 +85,6 @@ def read_config(path: Path) -> dict[str, Any]:
         OSError, ValueError: it cannot be read.
     """
     return json.loads((path / "config.json").read_text(encoding="utf-8"))
-
-
-def trunk_of(model: Any) -> Any:
-    """Return the module that computes hidden states up to the last norm.
-
-    mlx_lm's models call it ``model``.
-
-    Raises:
-        ModelLoadError: this model has it elsewhere.
-    """
-    owner = getattr(model, "language_model", model)
-    trunk = getattr(owner, "model", None)
-    if not isinstance(trunk, nn.Module):
-        raise ModelLoadError("the hidden states of this architecture cannot be reached.")
-    return trunk
 
 
 def drop_lm_head(model: nn.Module) -> None:

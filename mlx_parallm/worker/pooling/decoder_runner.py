@@ -15,10 +15,10 @@ from mlx_parallm.models.checkpoints.decoder_sizes import (
 from mlx_parallm.models.checkpoints.decoders import DecoderPlan, reads_both_ways, splits_window
 from mlx_parallm.models.checkpoints.encoders import label_names, problem_type
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
+from mlx_parallm.models.decoder_classes import trunk_of
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.pooling import PoolingInfo, PoolingInput
 from mlx_parallm.worker.generation.row_selection import embedding_rows
-from mlx_parallm.worker.pooling.decoder_loading import trunk_of
 from mlx_parallm.worker.pooling.decoder_model import DecoderModel, Reach
 from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder, EncoderAdapters
 from mlx_parallm.worker.pooling.encoder_heads import EncoderHeads, by_purpose, vector_facts

@@ -23,6 +23,7 @@ from mlx_parallm.models.checkpoints.weight_files import mlx_lm_folder
 from mlx_parallm.models.decoder_classes import decoder_classes
 from mlx_parallm.models.indexed_weights import reading_index, tied_as_saved
 from mlx_parallm.models.load_failures import load_failures
+from mlx_parallm.models.value_heads import value_layer, with_value_head
 from mlx_parallm.models.vision.checkpoint import TOWER
 from mlx_parallm.models.vision.registry import family_of, why_no_family
 from mlx_parallm.numerics.finite import evaluate_weights, scale_modes
@@ -138,7 +139,7 @@ def load_model(
             model, model_config = _read(config, path, ranks)
         _warn_of_tower(model, model_config, path, is_cut=ranks is not None)
         warn_of_differences(model_config, path)
-        model, is_cast = cast_model(model, config.dtype, cast)
+        model, is_cast = _cast_generator(model, config.dtype, cast)
         with all_succeed(ranks):
             sharding = None if ranks is None else cut_model(model, ranks)
         if backend_name() == "cuda":
@@ -187,7 +188,7 @@ def load_parameters(
     """
     with load_failures(path), folder_with(path, config.hf_overrides) as folder:
         model, _ = _read(config, folder, ranks)
-        model, _ = cast_model(model, config.dtype, CastRule(is_cast=is_cast))
+        model, _ = _cast_generator(model, config.dtype, CastRule(is_cast=is_cast))
     return parameters_of(model)
 
 
@@ -225,7 +226,7 @@ def _readable_classes(
     read = readable_config(config, max_model_len=max_model_len)
     config |= tied_as_saved(read, config, folder)
     model, args = decoder_classes(config)
-    return reading_index(model, folder), args
+    return reading_index(with_value_head(model, folder), folder), args
 
 
 def _text_classes(
@@ -256,6 +257,16 @@ def _warn_of_tower(model: Any, config: dict[str, Any], path: Path, *, is_cut: bo
             why = "its files have no weights of a tower"
     if why is not None:
         logger.warning("%s is read as a text model: %s", path, why)
+
+
+def _cast_generator(model: Any, dtype: str, rule: CastRule) -> tuple[Any, bool]:
+    """Return what ``cast_model`` returns, with a value head in float32."""
+    head = value_layer(model)
+    exact = {} if head is None else {key: head[key].astype(mx.float32) for key in head}
+    model, is_cast = cast_model(model, dtype, rule)
+    if head is not None:
+        value_layer(model).update(exact)
+    return model, is_cast
 
 
 def cast_model(model: Any, dtype: str, rule: CastRule) -> tuple[Any, bool]:

@@ -36,6 +36,7 @@ from mlx_parallm.worker.generation.paths.alone import AlonePath
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.row_selection import vocab_size_of
 from mlx_parallm.worker.generation.stock_forward import StockModel
+from mlx_parallm.worker.generation.value_heads import ValuedLayers, ValueHeads
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype
 from mlx_parallm.worker.lora.adapter_check import choose_change_kernels
 from mlx_parallm.worker.lora.adapter_store import AdapterStore
@@ -126,7 +127,8 @@ def make_runner(  # noqa: PLR0913 - settings, by name
     layers = AdaptedLayers(
         loaded.model, products, path.adapters, loaded.sharding, config=loaded.config
     )
-    adapters = AdapterStore(layers)
+    values = ValueHeads(loaded.model, choice.selector, ranks)
+    adapters = AdapterStore(ValuedLayers(layers, values))
     choices = replace(
         chosen,
         path=choice.name,
@@ -135,7 +137,10 @@ def make_runner(  # noqa: PLR0913 - settings, by name
         adapts_by_kernel=path.adapters.kernels is not None,
         proposals=proposals,
     )
-    info = _facts(loaded, plan, num_blocks, backend, path, draft)
+    info = replace(
+        _facts(loaded, plan, num_blocks, backend, path, draft),
+        has_value_head=_has_value_head(loaded, values),
+    )
     forward = forward.on(path)
     inputs = _computer(loaded, tower, forward, choices, waits=not info.runs_ahead)
     runner = ModelRunner(
@@ -151,6 +156,7 @@ def make_runner(  # noqa: PLR0913 - settings, by name
         stock=StockModel(loaded.model, choice.selector, path.adapters, layers, plan.max_model_len),
         draft=draft,
         grammars=None if grammars is None else GrammarMasks(grammars),
+        values=values,
         ranks=ranks,
         tracer=tracer or NoTracer(),
         faults=faults or DeviceFaults(),
@@ -245,6 +251,16 @@ def _facts(
         is_compiled=path.is_compiled,
         keeps_states=path.keeps_states,
     )
+
+
+def _has_value_head(loaded: LoadedModel, values: ValueHeads) -> bool:
+    """True if the model's own value head can be computed; log why if it has one that cannot."""
+    own = values.own
+    if own is None:
+        return False
+    if (why := values.why_unfit(own)) is not None:
+        logger.warning("the value head of %s is not served: %s", loaded.path.name, why)
+    return why is None
 
 
 def _computer(

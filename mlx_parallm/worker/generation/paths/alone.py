@@ -28,6 +28,7 @@ class AlonePath(ForwardPath):
 
     name = "alone"
     keeps_states = False
+    selects_rows = False
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -44,6 +44,9 @@ class ForwardPath(Protocol):
     keeps_states: bool
     """See ``RunnerInfo``."""
 
+    selects_rows: bool
+    """True if the head computes only the rows that need logits."""
+
     adapters: AdapterContext
     """The context from which layers read the adapters of a step's rows."""
 
@@ -123,9 +126,11 @@ class PooledPath(ForwardPath):
     Attributes:
         adapters: see ``ForwardPath``.
         keeps_states: see ``ForwardPath``.
+        selects_rows: see ``ForwardPath``.
     """
 
     keeps_states = False
+    selects_rows = True
 
     def __init__(self, pools: KVPools, states: StateStore) -> None:
         """Begin without compiled steps.

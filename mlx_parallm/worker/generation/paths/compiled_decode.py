@@ -17,10 +17,14 @@ from mlx_parallm.types.shape_buckets import padded_blocks, padded_rows
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import CompilableAttention, LayerPool
 from mlx_parallm.worker.generation.paged_cache import PackedStep, positions_of
+from mlx_parallm.worker.generation.row_selection import RowSelector
 from mlx_parallm.worker.generation.source_rows import SourceRows
 from mlx_parallm.worker.generation.state_store import States, StateStore
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.rows import NO_ADAPTER, AdapterRows
+
+# _Traced: logits, what the head read, the chains of the pools, and states.
+_Traced = tuple[mx.array, list[mx.array], list[list[mx.array]], States]
 
 
 class CompiledDecode:
@@ -38,6 +42,7 @@ class CompiledDecode:
         backend: CompilableAttention,
         adapters: AdapterContext,
         states: StateStore,
+        selector: RowSelector,
         sources: SourceRows | None = None,
     ) -> None:
         """Prepare to compile a forward.
@@ -49,6 +54,7 @@ class CompiledDecode:
             backend: the attention backend.
             adapters: the adapters of the rows.
             states: the states of all sequences.
+            selector: notes what the head reads.
             sources: plans the cross-attention of rows; None for a model without an encoder.
         """
         self._forward = forward
@@ -56,6 +62,7 @@ class CompiledDecode:
         self._pools = pools
         self._backend = backend
         self._states = states
+        self._selector = selector
         self._source_rows = sources
         self._gathered: int | None = None
         self._kinds: Any = None
@@ -141,13 +148,14 @@ class CompiledDecode:
             self._table_width(sequences),
         )
         if adapter_slots is None:
-            logits, chains, states = self._plain(*inputs)
+            logits, hidden, chains, states = self._plain(*inputs)
         else:
             padded_slots = np.full(num_rows, NO_ADAPTER, dtype=np.int32)
             padded_slots[:count] = adapter_slots
             adapted = (mx.array(padded_slots), self._adapters.arrays(), self._adapters.key)
-            logits, chains, states = self._adapted(*inputs, *adapted)
+            logits, hidden, chains, states = self._adapted(*inputs, *adapted)
         self._set_chains(chains)
+        self._selector.note(hidden)
         return logits[:count], states
 
     def _run_adapted(  # noqa: PLR0913 - those of `_run`, and the adapters
@@ -161,7 +169,7 @@ class CompiledDecode:
         slots: mx.array,
         stacks: list[list[mx.array]],
         key: str,
-    ) -> tuple[mx.array, list[list[mx.array]], States]:
+    ) -> _Traced:
         """Run the traced forward with adapters; their arrays are restored at the end.
 
         ``key`` is an argument so that another set of adapted modules is traced anew, even if all
@@ -184,8 +192,8 @@ class CompiledDecode:
         chains: list[list[mx.array]],
         states: States,
         width: int,
-    ) -> tuple[mx.array, list[list[mx.array]], States]:
-        """Run the traced forward; return logits, chains and states. The pools are restored.
+    ) -> _Traced:
+        """Run the traced forward. The pools are restored.
 
         ``plans`` are the arrays of the step's plan, then those of its cross-attention, if any.
         """
@@ -200,8 +208,9 @@ class CompiledDecode:
             step = PackedStep(self._backend, plan, positions, tables, source_plan=source_plan)
             # The forward replaces entries, and the caller's lists must stay as they are.
             states = [list(entries) for entries in states]
-            logits = self._forward(token_ids, step, states)
-            return logits[:, 0], self._chains(), states
+            with self._selector.noting() as hidden:
+                logits = self._forward(token_ids, step, states)
+            return logits[:, 0], hidden, self._chains(), states
         finally:
             self._set_chains(before)
 

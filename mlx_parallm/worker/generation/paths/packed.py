@@ -67,7 +67,13 @@ class PackedPath(PooledPath):
             self._padding = backend
         if compiles and isinstance(backend, CompilableAttention):
             self._compiled = CompiledDecode(
-                self._traced, pools.layers, backend, self.adapters, self._states, self._sources
+                self._traced,
+                pools.layers,
+                backend,
+                self.adapters,
+                self._states,
+                selector,
+                self._sources,
             )
 
     @property

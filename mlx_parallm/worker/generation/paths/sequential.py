@@ -22,6 +22,7 @@ class SequentialPath(PooledPath):
     """The path of models that cannot run several sequences at once. Implements ``ForwardPath``."""
 
     name = "sequential"
+    selects_rows = False
 
     def __init__(
         self,

@@ -95,7 +95,7 @@ class SplitPath(PooledPath):
         self._split = ModuleSplit(modules)
         self.compiles_proposals = False
         if compiles and isinstance(backend, CompilableAttention):
-            parts = (pools.layers, backend, self.adapters, views.states)
+            parts = (pools.layers, backend, self.adapters, views.states, selector)
             self._compiled = CompiledDecode(self._traced, *parts)
             self._proposals = CompiledProposals(self._traced_proposals, *parts)
 

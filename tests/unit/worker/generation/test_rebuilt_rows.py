@@ -54,6 +54,7 @@ VALUES: dict[str, Any] = {
     "target_ids": (41, 42),
     "target_start": 1,
     "prompt_entropy": True,
+    "values": True,
     "inputs": (INPUT,),
     "rope_offsets": ((0, 50), (2, 60)),
     "source": SourceTable(block_table=(8, 1), num_tokens=21),
@@ -72,6 +73,7 @@ OF_CHOICE = {
     "target_ids",
     "target_start",
     "prompt_entropy",
+    "values",
 }
 #: Fields that ranks besides the first get as they are, and those that they get otherwise.
 SENT = (OF_SEQUENCE | OF_TOKENS | {"target_start", "kept_slots"}) - {"version"}
@@ -83,6 +85,7 @@ NOT_SENT = {
     "prompt_logprobs": None,
     "target_ids": (0, 0),
     "prompt_entropy": False,
+    "values": False,
 }
 FILLED = ScheduledSequence(**VALUES)
 NAMES = {field.name for field in fields(FILLED)}
@@ -96,7 +99,7 @@ FROM_NOTHING: dict[str, tuple[set[str], set[str]]] = {
         TOKENS | {"adapter_slot", "sample"},
         # The rare ones follow; see ``_read_rare``.
         {"inputs", "rope_offsets", "source", "verify", "kept_slots", "target_ids", "target_start"}
-        | {"version", "draft", "prompt_logprobs", "prompt_entropy"},
+        | {"version", "draft", "prompt_logprobs", "prompt_entropy", "values"},
     ),
     "worker/generation/warm_up.py": (
         TOKENS | {"sample"},
@@ -159,6 +162,7 @@ COMPUTED: dict[str, Any] = {
     "target_ids": (),
     "target_start": 0,
     "prompt_entropy": False,
+    "values": False,
 }
 SINGLE = [
     {

@@ -14,7 +14,7 @@ from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.device.faults import LATE, DeviceFaults
 from mlx_parallm.worker.generation.inputs.runs import InputComputer
-from mlx_parallm.worker.generation.model_runner import ModelStep
+from mlx_parallm.worker.generation.model_step import ModelStep
 from mlx_parallm.worker.generation.step_rows import StepRows
 from mlx_parallm.worker.sampling.sampler import SampleResult
 

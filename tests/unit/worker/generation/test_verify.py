@@ -13,7 +13,7 @@ from hypothesis import given
 
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import SampledToken, SampleSpec
-from mlx_parallm.worker.generation.model_runner import count_accepted, keep_valid
+from mlx_parallm.worker.generation.model_step import count_accepted, keep_valid
 from mlx_parallm.worker.sampling.sampler import Sampler
 from mlx_parallm.worker.sampling.truncation import draw_logits
 
