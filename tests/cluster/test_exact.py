@@ -46,7 +46,7 @@ REQUESTS: list[Request] = [
         "seed": 10,
         "extra_body": {"structured_outputs": {"regex": "[0-9]{3}-[a-f]{2,9}"}},
     },
-    *({"prompt": f"{COUNTED * 3}{number}", "seed": number} for number in range(20, 30)),
+    *({"prompt": f"{COUNTED * 3}{number}", "seed": number} for number in range(20, 25)),
 ]
 
 
@@ -55,7 +55,7 @@ DRAFTED: Request = {
     "temperature": 0,
     "extra_body": {"ignore_eos": True, "speculative": True},
 }
-MAX_TOKENS = 32
+MAX_TOKENS = 24
 #: How far log-probabilities may be apart. A sum of other rounding moves a key or a value by a whole
 #: step of int8, rarely. One process differs as much from itself where other requests cut its
 #: prompts into other chunks.
