@@ -23,7 +23,9 @@ from mlx_parallm.api.mezo.request import (
     examples_of,
     parsed_rows,
     task_of,
+    with_score,
 )
+from mlx_parallm.api.mezo.rows import AnyRow
 from mlx_parallm.api.mezo.schema import (
     Caller,
     CreateSession,
@@ -31,8 +33,9 @@ from mlx_parallm.api.mezo.schema import (
     MakeSteps,
     Measured,
     OfPrompts,
+    Pairs,
+    Policy,
     Reward,
-    Row,
 )
 from mlx_parallm.api.mezo.warm_start import warm_start
 from mlx_parallm.api.turns.prelude import refuse_sources
@@ -238,7 +241,7 @@ class OfflineSession:
     ) -> None:
         self.close()
 
-    async def _examples(self, rows: Sequence[Row], param: str) -> list[Example]:
+    async def _examples(self, rows: Sequence[AnyRow], param: str) -> list[Example]:
         objective = OBJECTIVES.validate_python(self._session.config.objective)
         assert not isinstance(objective, Caller | Reward), "these need a server"
         model = model_for(self._engine(), objective)
@@ -320,7 +323,9 @@ def _create(engine: OfflineEngine, folder: Path, fields: Mapping[str, Any], max_
             f"The objective {objective.kind} needs a server.", param="objective"
         )
     if rows is None:
-        raise InvalidRequestError("data is missing.", param="data")
+        if not isinstance(objective, Policy):
+            raise InvalidRequestError("data is missing.", param="data")
+        rows = []
     model = model_for(engine, objective)
     check_template(objective, model)
     settings, adapters = body, engine.client.control.adapters()
@@ -329,14 +334,18 @@ def _create(engine: OfflineEngine, folder: Path, fields: Mapping[str, Any], max_
     )
     check_size(body, len(rows), max_rank)
     examples = engine.call(lambda _: examples_of(rows, objective, model))
-    config = config_maker(body, model.names[0], start)(IdMaker().make(ID_PREFIX), int(time.time()))
+    has_score = isinstance(model, PoolingModel)
+    make = config_maker(body, model.names[0], start, has_score=has_score)
+    config = make(IdMaker().make(ID_PREFIX), int(time.time()))
     SessionFiles.create(folder, config, SessionState(), encoded(examples), start).close()
 
 
 def model_for(engine: OfflineEngine, objective: Measured) -> PoolingModel | GenerationModel:
     """Return the model of a session; raise InvalidRequestError if it cannot do what is learnt."""
     model = engine.model
-    if isinstance(objective, OfPrompts):
+    if isinstance(objective, Pairs) and isinstance(model, PoolingModel):
+        return with_score(check_tasks(model, model.names[0], ("classify",)))
+    if isinstance(objective, OfPrompts | Pairs | Policy):
         if not isinstance(model, GenerationModel):
             raise InvalidRequestError(f"{model.names[0]} cannot generate.", param="objective")
         return refuse_sources(model, model.names[0], NOT_TRAINED)
@@ -346,7 +355,7 @@ def model_for(engine: OfflineEngine, objective: Measured) -> PoolingModel | Gene
     return check_tasks(model, model.names[0], (task,))
 
 
-def _rows(data: Rows) -> Sequence[Row]:
+def _rows(data: Rows) -> Sequence[AnyRow]:
     """Return the rows of an evaluation."""
     if isinstance(data, str | Path):
         return _rows_of_file(Path(data))
@@ -355,7 +364,7 @@ def _rows(data: Rows) -> Sequence[Row]:
     return rows
 
 
-def _rows_of_file(path: Path) -> list[Row]:
+def _rows_of_file(path: Path) -> list[AnyRow]:
     try:
         content = path.read_bytes()
     except OSError as problem:

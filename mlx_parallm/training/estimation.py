@@ -109,6 +109,10 @@ class Estimation(Protocol):
         """Forget those ops, which were run."""
         ...
 
+    async def prepared(self, examples: Sequence[Example]) -> list[Example]:
+        """Return examples with all that their loss is computed from."""
+        ...
+
     async def step(self, examples: Sequence[Example] | None, changes: StepChanges) -> MadeStep:
         """Make a step on these examples, or on the next batch, and note it."""
         ...

@@ -196,6 +196,7 @@ class TrainingService(Watcher):
     def run(self, session_id: str, num_steps: int) -> Session:
         """Make steps in the background; raise ConflictError if it runs already or is paused."""
         session = self._measuring(session_id)
+        session.check_data()
         session.save(status=Status.RUNNING, reason=None, until=session.num_steps + num_steps)
         self._begin(session)
         return session
@@ -441,8 +442,10 @@ class TrainingService(Watcher):
                 # A session that fails must not say that it runs.
                 logger.exception("the session %s failed", session.config.id)
                 session.pause(f"{type(problem).__name__}: {problem}")
+        # A run that was paused may be resumed meanwhile.
+        is_complete = session.state.status is Status.RUNNING
         await self._keep(session)
-        if session.state.status is Status.RUNNING:
+        if is_complete and session.state.status is Status.RUNNING:
             session.set_status(Status.READY)
 
     async def _keep(self, session: Session) -> None:

@@ -20,7 +20,7 @@ from mlx_parallm.training.batches import Batches
 from mlx_parallm.training.gradients.steps import GradientSteps
 from mlx_parallm.training.mezo.copies import Copy
 from mlx_parallm.training.mezo.steps import MezoSteps
-from mlx_parallm.training.objectives import Scores, scores
+from mlx_parallm.training.objectives import Measure, Scores
 from mlx_parallm.training.records import (
     Costs,
     Example,
@@ -35,7 +35,7 @@ from mlx_parallm.training.requests import TrainingOp
 from mlx_parallm.training.session_files import SessionFiles
 from mlx_parallm.training.settings import AS_SET, GradientSettings, StepChanges
 from mlx_parallm.training.start import StartParameters
-from mlx_parallm.training.step_forwards import UNPERTURBED, MadeStep, StepForwards
+from mlx_parallm.training.step_forwards import UNPERTURBED, MadeStep, StepForwards, scores_of
 from mlx_parallm.types.errors import (
     ConflictError,
     NotFoundError,
@@ -44,6 +44,7 @@ from mlx_parallm.types.errors import (
 )
 from mlx_parallm.types.gradients import TrainingArrays
 from mlx_parallm.types.training import (
+    ChoiceInput,
     Distribution,
     FirstFactors,
     TrainableInfo,
@@ -60,6 +61,8 @@ logger = logging.getLogger(__name__)
 Send = Callable[[str, str, tuple[TrainingOp, ...]], Awaitable[tuple[Any, ...]]]
 # NUM_SAMPLES: examples with which it is tried whether kept states change a bit.
 NUM_SAMPLES = 3
+#: ``POLICY_SAMPLE``: is tried where all rows come with their steps.
+POLICY_SAMPLE = ChoiceInput((1, 2, 3, 4), ((3, 2, 1),), by_token=True)
 # NUM_MEASURED: examples whose texts give the first factors, if these are measured.
 NUM_MEASURED = 128
 # MAX_OPENED: how often a session is opened for some ops, if it is lost each time.
@@ -179,7 +182,13 @@ class Session:
 
     def batch_of(self, number: int) -> list[Example]:
         """Return the examples of a step, by its number from 0."""
+        self.check_data()
         return [self.examples[row] for row in self._batches.of_step(number)]
+
+    def check_data(self) -> None:
+        """Raise ConflictError if the session has no data."""
+        if not self.examples:
+            raise ConflictError("The session has no data: make steps with rows of your own.")
 
     @property
     def batch(self) -> list[Example]:
@@ -306,13 +315,15 @@ class Session:
             await self.opened()
             size = self.state.forwards
             assert size is not None, "it is open"
-            formed = self.in_form(examples)
+            examples = await self._estimation.prepared(examples)
+            shaped = self.in_form(examples)
+            formed = [Example(item, each.label) for each in shaped for item in each.inputs]
             for begin in range(0, len(formed), MAX_EVALUATED):
                 forwards = StepForwards.of_evaluation(size, formed[begin : begin + MAX_EVALUATED])
                 # Texts that are evaluated must not evict those that are trained on.
                 ops = forwards.ops(self.config, UNPERTURBED, keeps=False)
                 results += forwards.rows([(await self.ask(op))[0] for op in ops])
-            return scores(results, [example.label for example in examples])
+            return scores_of(results, examples, self.config.loss)
 
     async def weights(
         self, step: int | None = None, *, of_checkpoint: bool = False
@@ -414,6 +425,8 @@ class Session:
     def _samples(self) -> tuple[TrainingInput, ...]:
         """Inputs with which it is tried whether kept states change a bit."""
         examples = self.examples[:NUM_SAMPLES] if self._has_forwards else ()
+        if self.config.measure is Measure.POLICY and not examples:
+            return (POLICY_SAMPLE,)
         shares = self.config.mode is Mode.PAIRED
         shared = [example.sharing(shares) for example in examples]
         return tuple(item for example in shared for item in example.inputs)

@@ -8,9 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlx_parallm.training.micro_batches import MicroBatch, micro_batches, naive_batches
-from mlx_parallm.training.objectives import Measure, f1_loss, losses
+from mlx_parallm.training.objectives import (
+    Measure,
+    Scores,
+    f1_loss,
+    losses,
+    row_losses,
+    scores,
+)
 from mlx_parallm.training.records import Costs, Example, Mode, SessionConfig, StepRecord
-from mlx_parallm.types.gradients import GradientResult
+from mlx_parallm.types.gradients import GradientResult, LossKind, LossSpec
 from mlx_parallm.types.training import ForwardSize, PairResult, Segment, TrainableInfo
 from mlx_parallm.worker.training_ops import (
     PairForward,
@@ -185,3 +192,18 @@ def costs_of(
         naive_layer_tokens=forwards.naive_layer_tokens(info),
         seconds=seconds,
     )
+
+
+def scores_of(
+    results: Sequence[np.ndarray], examples: Sequence[Example], loss: LossSpec | None
+) -> Scores:
+    """Return how well examples are learnt, from the results of all of their inputs.
+
+    Pairs are right if the chosen is ahead.
+    """
+    if loss is None or loss.kind not in (LossKind.DPO, LossKind.PAIRWISE):
+        return scores(results, [example.label for example in examples])
+    inputs = [item for example in examples for item in example.inputs]
+    values, facts = row_losses(results, inputs, loss, [each.loss_target for each in examples])
+    accuracy = float((facts["margins"] > 0).mean())
+    return Scores(loss=float(values.mean()), accuracy=accuracy, f1=None)

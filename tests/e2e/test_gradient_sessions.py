@@ -18,12 +18,14 @@ from tests.mezo_sessions import asked, served_loss
 from tests.server_process import ServerProcess
 
 SESSIONS = "/v1/training/sessions"
+DEMO = "mlx-parallm-demo"
+TOP = {"layers": "top:1", "rank": 4}
 GRADIENT = {"kind": "gradient", "learning_rate": 0.01, "warmup_steps": 2}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    process = ServerProcess("--model", MODEL, "mlx-parallm-demo", "demo:sentiment")
+    process = ServerProcess("--model", MODEL, DEMO, "demo:sentiment", "demo:reward")
     process.wait_until_ready()
     yield process
     process.stop()
@@ -80,10 +82,10 @@ REWARD = {"kind": "reward", "reward_model": {"model": "demo:sentiment"}}
         ({"objective": SESSION["objective"] | {"measure": "error"}}, "objective.measure"),
         ({"objective": SESSION["objective"] | {"measure": "f1"}}, "objective.measure"),
         (
-            {"model": "mlx-parallm-demo", "objective": CANDIDATES | {"measure": "error"}},
+            {"model": DEMO, "objective": CANDIDATES | {"measure": "error"}},
             "objective.measure",
         ),
-        ({"model": "mlx-parallm-demo", "objective": REWARD}, "objective.kind"),
+        ({"model": DEMO, "objective": REWARD}, "objective.kind"),
         ({"objective": {"kind": "caller"}, "data": None, "batch_size": None}, "objective.kind"),
         ({"estimator": {"learning_rate": -1}}, "estimator"),
         ({"estimator": {"betas": [0.9]}}, "estimator"),
@@ -105,6 +107,124 @@ def test_bad_input_is_refused_by_name(
     assert answer.status_code == 400, answer.text
     assert error["param"].startswith(param), error
     assert client.get(SESSIONS).json()["data"] == []
+
+
+PAIRS = [
+    {"prompt": f"{number} and {number}: ", "chosen": "joyful", "rejected": "dull and empty"}
+    for number in range(4)
+]
+TURNS = [{"role": "user", "content": "How was it?"}]
+OPENAI_PAIR = {
+    "input": {"messages": TURNS},
+    "preferred_output": [{"role": "assistant", "content": "good"}],
+    "non_preferred_output": [{"role": "assistant", "content": "bad"}],
+}
+
+
+def begun_on(client: httpx2.Client, model: str, kind: str, data: Any, **objective: Any) -> str:
+    """Begin a session of another model and objective; return its path."""
+    return begin(
+        client,
+        model=model,
+        objective={"kind": kind, **objective},
+        data=data,
+        trainable=TOP,
+        batch_size=1 if data is None else min(4, len(data)),
+    )
+
+
+def test_weights_of_tokens_are_those_of_the_mean_by_default(client: httpx2.Client) -> None:
+    row = {"text": "1, 2,", "completion": [52, 53, 54, 55]}
+    rows = [row, row | {"weights": [0.25] * 4}, row | {"weights": [-0.25] * 4}]
+    session = begun_on(client, DEMO, "completion", rows)
+    (step,) = asked(client, f"{session}/step", batch=rows, return_losses=True)["data"]
+    ((plain, weighted, negative),) = step["losses"]
+    assert plain == pytest.approx(weighted, rel=1e-6)
+    assert plain == pytest.approx(-negative, rel=1e-6)
+    client.delete(session)
+
+
+@pytest.mark.parametrize(("model", "rows"), [(DEMO, [*PAIRS, OPENAI_PAIR]), ("demo:reward", PAIRS)])
+def test_what_is_chosen_comes_to_be_preferred(
+    client: httpx2.Client, model: str, rows: list[Any]
+) -> None:
+    session = begun_on(client, model, "pairs", rows)
+    before = asked(client, f"{session}/evaluate", data=rows)
+    if model == DEMO:
+        # Nothing has moved from the reference.
+        assert before["loss"] == pytest.approx(0.6931, abs=1e-3)
+    asked(client, f"{session}/run", steps=40)
+    steps = events(client, session)
+    assert steps[-1]["facts"]["margins"] > steps[0]["facts"]["margins"]
+    after = asked(client, f"{session}/evaluate", data=rows)
+    assert after["loss"] < before["loss"]
+    assert after["accuracy"] == 1.0
+    client.delete(session)
+
+
+def test_samples_become_likelier_by_their_advantages(client: httpx2.Client) -> None:
+    session = begun_on(client, DEMO, "policy", None, kl=0.01)
+    body = {"model": DEMO, "prompts": ["1, 2,"], "n": 2, "max_tokens": 4, "seed": 1}
+    (group,) = asked(client, "/v1/rl/rollout", **body)["groups"]
+    rows = [
+        {
+            "token_ids": group["prompt_token_ids"],
+            "completion_ids": sample["token_ids"],
+            "logprobs": sample["logprobs"],
+            "advantage": advantage,
+        }
+        for sample, advantage in zip(group["samples"], (1.0, 1.0), strict=True)
+    ]
+    steps = [asked(client, f"{session}/step", batch=rows)["data"][0] for _ in range(5)]
+    assert steps[0]["facts"]["ratios"] == pytest.approx(1.0, abs=1e-4)
+    assert steps[0]["facts"]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert steps[4]["facts"]["ratios"] > steps[0]["facts"]["ratios"]
+    refusal = client.post(f"{session}/run", json={"steps": 1})
+    assert (refusal.status_code, refusal.json()["error"]["param"]) == (409, None)
+    client.delete(session)
+
+
+SAMPLE = {"token_ids": [1], "completion_ids": [2, 3], "logprobs": [-1.0, -1.0], "advantage": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "row", "text"),
+    [
+        (DEMO, "pairs", {"text": "a", "completion": "b"}, "0 is a text, and the objective reads"),
+        (DEMO, "completion", PAIRS[0], "0 is a pair, and the objective reads"),
+        (DEMO, "completion", {"text": "a"}, "must have a completion"),
+        (DEMO, "completion", {"text": "a", "completion": []}, "empty completion"),
+        (DEMO, "completion", {"text": "a", "completion": [1], "weights": [1, 2]}, "2 weights"),
+        (DEMO, "completion", {"text": "a", "completion": [1 << 40]}, "no token"),
+        (DEMO, "pairs", {"prompt": "a", "chosen": "b", "rejected": "b"}, "two equal texts"),
+        (DEMO, "pairs", {"chosen": "b", "rejected": "c"}, "give them a prompt"),
+        (DEMO, "pairs", {"prompt": "a", "chosen": "b"}, "both"),
+        (DEMO, "pairs", {"prompt": "a", "chosen": "b" * 9000, "rejected": "c"}, "maximum context"),
+        (DEMO, "policy", SAMPLE | {"logprobs": [-1.0]}, "1 values for 2"),
+        (DEMO, "policy", SAMPLE | {"advantage": None}, "advantage"),
+        (DEMO, "policy", SAMPLE | {"completion_ids": [1, 1 << 40]}, "no token"),
+        (DEMO, "policy", SAMPLE | {"token_ids": []}, "token_ids"),
+        ("demo:sentiment", "pairs", PAIRS[0], "pairs compare one score"),
+        (MODEL, "pairs", PAIRS[0], "cannot classify"),
+        ("demo:reward", "policy", SAMPLE, "demo:reward"),
+        ("demo:reward", "pairs", {"prompt": "a", "chosen": "b", "rejected": "b"}, "equal texts"),
+    ],
+)
+def test_rows_that_cannot_be_learnt_are_refused_by_number(
+    client: httpx2.Client, model: str, kind: str, row: dict[str, Any], text: str
+) -> None:
+    body = {"model": model, "objective": {"kind": kind}, "data": [row], "batch_size": 1}
+    answer = client.post(SESSIONS, json=body | {"trainable": TOP, "estimator": GRADIENT})
+    assert (answer.status_code, text in answer.text) == (400, True), answer.text
+
+
+@pytest.mark.parametrize(("kind", "row"), [("pairs", PAIRS[0]), ("policy", SAMPLE)])
+def test_some_objectives_need_gradients(
+    client: httpx2.Client, kind: str, row: dict[str, Any]
+) -> None:
+    body = {"model": DEMO, "objective": {"kind": kind}, "data": [row], "batch_size": 1}
+    answer = client.post(SESSIONS, json=body | {"trainable": TOP})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "estimator.kind")
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ from mlx_parallm.api.http.dependencies import get_client
 from mlx_parallm.api.http.forms import NullIsAbsent
 from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.mezo.request import PURPOSE, config_maker, trainable
-from mlx_parallm.api.mezo.schema import MAX_ROWS, CreateSession
+from mlx_parallm.api.mezo.rows import MAX_ROWS
+from mlx_parallm.api.mezo.schema import CreateSession
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel

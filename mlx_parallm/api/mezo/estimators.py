@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_parallm.api.mezo.schema import CreateSession, EstimatorBody, GradientBody
+from mlx_parallm.api.mezo.schema import CreateSession, EstimatorBody, GradientBody, Pairs, Policy
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.settings import PAPER, EstimatorSettings, GradientSettings, MezoSettings
 from mlx_parallm.types.errors import InvalidRequestError
@@ -52,14 +52,36 @@ def _perturbations(body: EstimatorBody) -> MezoSettings:
     return MezoSettings(**(paper | chosen))
 
 
-def loss_of(body: CreateSession) -> LossSpec | None:
+def loss_of(body: CreateSession, *, has_score: bool) -> LossSpec | None:
     """Return the loss that gradients are taken of; None if none are.
 
+    Args:
+        body: the request.
+        has_score: True if its model has a score, and does not generate.
+
     Raises:
-        InvalidRequestError: what is learnt has no gradient.
+        InvalidRequestError: what is learnt has no gradient, or needs one.
     """
+    objective = body.objective
+    if isinstance(objective, Pairs | Policy) and not body.takes_gradients:
+        raise InvalidRequestError(
+            f"objective.kind: {objective.kind} needs estimator.kind gradient.",
+            param="estimator.kind",
+        )
     if not body.takes_gradients:
         return None
+    if isinstance(objective, Pairs):
+        if has_score:
+            return LossSpec(kind=LossKind.PAIRWISE, centring=objective.centring)
+        return LossSpec(kind=LossKind.DPO, beta=objective.beta)
+    if isinstance(objective, Policy):
+        return LossSpec(
+            kind=LossKind.POLICY,
+            clip_low=objective.clip_low,
+            clip_high=objective.clip_high,
+            is_clipped=objective.clipped,
+            kl=objective.kl,
+        )
     measure = getattr(body.objective, "measure", None)
     if measure is None or measure is Measure.REWARD:
         raise without_gradient(body.objective.kind)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from mlx_parallm.api.chat.schema import turns_of
 from mlx_parallm.api.http.offload import in_thread
-from mlx_parallm.api.mezo.schema import Candidates, Completion, Row
+from mlx_parallm.api.mezo.rows import Row
+from mlx_parallm.api.mezo.schema import Candidates, Completion
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.training.records import Example
@@ -52,7 +54,7 @@ def _choosing(
         label = row.label_index(names, place, param)
         prompt = _prompt(row, objective.template, model, place, param)
         item = ChoiceInput(prompt, choices, averages=bool(objective.normalize))
-        examples.append(Example(_checked(item, model, place, param), label))
+        examples.append(Example(checked(item, model, place, param), label))
     return examples
 
 
@@ -65,15 +67,30 @@ def _completing(
         place = f"{param} {number}"
         if row.completion is None or row.label is not None:
             raise InvalidRequestError(f"{place} must have a completion, and no label.", param=param)
-        completion = model.tokenizer.encode(row.completion, add_special_tokens=False)
-        if end is not None:
-            completion = [*completion, end]
+        completion = _completion(row.completion, end, model)
         if not completion:
             raise InvalidRequestError(f"{place} has an empty completion.", param=param)
+        if row.weights is not None and len(row.weights) != len(completion):
+            raise InvalidRequestError(
+                f"{place} has {len(row.weights)} weights for the {len(completion)} tokens of its "
+                "completion, the end token included.",
+                param=param,
+            )
         prompt = _prompt(row, objective.template, model, place, param)
-        item = ChoiceInput(prompt, (tuple(completion),), averages=True)
-        examples.append(Example(_checked(item, model, place, param), 0))
+        weights = () if row.weights is None else (tuple(row.weights),)
+        item = ChoiceInput(prompt, (completion,), averages=row.weights is None, weights=weights)
+        examples.append(Example(checked(item, model, place, param), 0))
     return examples
+
+
+def _completion(
+    completion: str | Sequence[int], end: int | None, model: GenerationModel
+) -> tuple[int, ...]:
+    """Return the tokens of a completion; token ids stay as they are."""
+    if not isinstance(completion, str):
+        return tuple(completion)
+    tokens = model.tokenizer.encode(completion, add_special_tokens=False)
+    return (*tokens, *(() if end is None else (end,)))
 
 
 def _candidates(objective: Candidates, model: GenerationModel) -> Choices:
@@ -120,12 +137,12 @@ def encoded_prompt(
     Raises:
         InvalidRequestError: it has no tokens, or others than the model knows, or too many.
     """
-    return _checked(
+    return checked(
         ChoiceInput(_prompt(row, template, model, place, param), ()), model, place, param
     )
 
 
-def _checked(item: ChoiceInput, model: GenerationModel, place: str, param: str) -> ChoiceInput:
+def checked(item: ChoiceInput, model: GenerationModel, place: str, param: str) -> ChoiceInput:
     """Return an input; raise InvalidRequestError if the model cannot read it."""
     if not item.token_ids:
         raise InvalidRequestError(f"{place} has a prompt without a token.", param=param)
@@ -134,7 +151,8 @@ def _checked(item: ChoiceInput, model: GenerationModel, place: str, param: str) 
         raise InvalidRequestError(
             f"{place} has {longest} tokens, and the model takes {model.max_model_len}.", param=param
         )
-    unknown = [token for token in item.token_ids if not _is_known(token, model)]
+    tokens = chain(item.token_ids, *item.choices)
+    unknown = [token for token in tokens if not _is_known(token, model)]
     if unknown:
         raise InvalidRequestError(f"{place} has {unknown[0]}, which is no token.", param=param)
     return item

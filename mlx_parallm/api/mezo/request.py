@@ -12,10 +12,12 @@ from fastapi import Request
 from pydantic import TypeAdapter, ValidationError
 
 from mlx_parallm.api.http.dependencies import get_client
+from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.mezo.estimators import estimator_of, loss_of, without_gradient
+from mlx_parallm.api.mezo.pairs import pair_examples, policy_examples
 from mlx_parallm.api.mezo.prompts import prompt_examples
+from mlx_parallm.api.mezo.rows import MAX_ROWS, AnyRow, PairRow, PolicyRow, Row, rows_as
 from mlx_parallm.api.mezo.schema import (
-    MAX_ROWS,
     AnyObjective,
     Caller,
     CreateSession,
@@ -26,8 +28,9 @@ from mlx_parallm.api.mezo.schema import (
     Objective,
     OfPrompts,
     OfTexts,
+    Pairs,
+    Policy,
     Reward,
-    Row,
 )
 from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs
 from mlx_parallm.api.pooling.mlm.inputs import MASK, candidates_of, masked_inputs, num_masks
@@ -53,11 +56,16 @@ PURPOSE = "fine-tune"
 # DATA_FIELDS: fields of the body that say how data are read.
 DATA_FIELDS = ("data", "batch_size", "batches", "mode", "max_batch_tokens")
 TEXT = "{text}"
+ROW: TypeAdapter[Row | PairRow | PolicyRow] = TypeAdapter(AnyRow)
 OBJECTIVES: TypeAdapter[AnyObjective] = TypeAdapter(Objective)
 
 
 def config_maker(
-    body: CreateSession, model: str, start: StartParameters | None = None
+    body: CreateSession,
+    model: str,
+    start: StartParameters | None = None,
+    *,
+    has_score: bool = False,
 ) -> Callable[[str, int], SessionConfig]:
     """Return what makes the settings of a session of its id and its time.
 
@@ -65,9 +73,10 @@ def config_maker(
         body: the request.
         model: the first name of the model.
         start: the adapter's parameters that it starts from; None: it begins with a new one.
+        has_score: see ``loss_of``.
     """
     paths = () if start is None else tuple(sorted(start.first))
-    loss = loss_of(body)
+    loss = loss_of(body, has_score=has_score)
 
     def make(session_id: str, created_at: int) -> SessionConfig:
         return SessionConfig(
@@ -119,6 +128,8 @@ def _trainable(session: CreateSession) -> TrainableSpec:
 
 def _check_batch(body: CreateSession, num_examples: int) -> None:
     """Raise InvalidRequestError if the data have no batch, or it cannot be divided."""
+    if isinstance(body.objective, Policy) and not num_examples:
+        return
     if body.batch_size > num_examples:
         raise InvalidRequestError(
             f"batch_size is {body.batch_size}, and the data has {num_examples} examples.",
@@ -196,12 +207,31 @@ def model_of(
     name: str, objective: Measured, engine: EngineClient
 ) -> PoolingModel | GenerationModel:
     """Return the model of a session; raise as ``EngineClient`` does for a name of its kind."""
-    if isinstance(objective, OfPrompts):
+    if isinstance(objective, OfPrompts | Policy):
         model: PoolingModel | GenerationModel = trainable(GENERATION.client(engine), name)
+    elif isinstance(objective, Pairs):
+        model = _model_of_pairs(name, engine)
     else:
         model = POOLING.client(engine).get(name, task_of(objective))
     if model.parent is not None:
         raise InvalidRequestError(f"{name} is an adapter; name its model.", param="model")
+    return model
+
+
+def _model_of_pairs(name: str, engine: EngineClient) -> PoolingModel | GenerationModel:
+    status = engine.find(name)
+    if status is None or not isinstance(status.model, PoolingModel):
+        return trainable(GENERATION.client(engine), name)
+    return with_score(POOLING.client(engine).get(name, "classify"))
+
+
+def with_score(model: PoolingModel) -> PoolingModel:
+    """Return a model with one score; raise InvalidRequestError if it has labels."""
+    if len(model.info.labels) != 1:
+        raise InvalidRequestError(
+            f"{model.names[0]} has {len(model.info.labels)} labels, and pairs compare one score.",
+            param="model",
+        )
     return model
 
 
@@ -226,8 +256,8 @@ def base_of(name: str, engine: EngineClient) -> str:
 
 
 async def rows_of(
-    data: str | Sequence[Row], request: Request, batches: BatchService | None
-) -> Sequence[Row]:
+    data: str | Sequence[AnyRow], request: Request, batches: BatchService | None
+) -> Sequence[AnyRow]:
     """Return the rows of a body, or of a file of the caller.
 
     Raises:
@@ -252,17 +282,18 @@ async def rows_of(
     return await asyncio.to_thread(lambda: parsed_rows(path.read_bytes()))
 
 
-def parsed_rows(content: bytes) -> list[Row]:
+def parsed_rows(content: bytes) -> list[AnyRow]:
     """Return the rows of a file, one as JSON in each line; raise InvalidRequestError."""
-    rows: list[Row] = []
+    rows: list[AnyRow] = []
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
         try:
-            rows.append(Row.model_validate(json.loads(line)))
+            rows.append(ROW.validate_python(json.loads(line)))
         except ValidationError as problem:
             first = problem.errors(include_url=False)[0]
-            raise _bad_line(number, first["msg"]) from None
+            field = ".".join(str(part) for part in first["loc"][1:])
+            raise _bad_line(number, f"{field}: {first['msg']}" if field else first["msg"]) from None
         except (ValueError, RecursionError):
             raise _bad_line(number, "it is not JSON") from None
         if len(rows) > MAX_ROWS:
@@ -277,7 +308,7 @@ def _bad_line(number: int, why: str) -> InvalidRequestError:
 
 
 async def examples_of(
-    rows: Sequence[Row],
+    rows: Sequence[AnyRow],
     objective: Measured,
     model: PoolingModel | GenerationModel,
     param: str = DATA,
@@ -288,9 +319,16 @@ async def examples_of(
         InvalidRequestError: a label, a word or a template is not usable; the message names it.
         ContextLengthError: a text is too long.
     """
+    if isinstance(objective, Pairs):
+        return await pair_examples(rows_as(rows, PairRow, param), objective, model, param)
+    if isinstance(objective, Policy):
+        samples = rows_as(rows, PolicyRow, param)
+        generator = cast("GenerationModel", model)
+        return await in_thread(lambda: policy_examples(samples, generator, param))
+    texts = rows_as(rows, Row, param)
     if isinstance(objective, OfPrompts):
-        return await prompt_examples(rows, objective, cast("GenerationModel", model), param)
-    return await _labelled_texts(rows, objective, cast("PoolingModel", model), param)
+        return await prompt_examples(texts, objective, cast("GenerationModel", model), param)
+    return await _labelled_texts(texts, objective, cast("PoolingModel", model), param)
 
 
 async def _labelled_texts(
@@ -358,6 +396,8 @@ async def label_words(objective: LabelWords, model: PoolingModel) -> tuple[int, 
 
 def check_template(objective: Measured | Reward, model: PoolingModel | GenerationModel) -> None:
     """Raise InvalidRequestError if a template has no place for the text, or not one mask."""
+    if isinstance(objective, Pairs | Policy):
+        return
     template, param = objective.template, "objective.template"
     if template.count(TEXT) != 1:
         raise InvalidRequestError(f"The template must have {TEXT} once.", param=param)

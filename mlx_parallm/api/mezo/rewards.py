@@ -14,7 +14,8 @@ from starlette.types import ASGIApp
 from mlx_parallm.api.files.service import LineSender
 from mlx_parallm.api.mezo.prompts import encoded_prompt
 from mlx_parallm.api.mezo.request import trainable
-from mlx_parallm.api.mezo.schema import CreateSession, Reward, Row
+from mlx_parallm.api.mezo.rows import Row
+from mlx_parallm.api.mezo.schema import CreateSession, Reward
 from mlx_parallm.api.rl.judges import check_url
 from mlx_parallm.api.rl.routes import routes as rollouts
 from mlx_parallm.config import ServerConfig

@@ -45,15 +45,16 @@ from mlx_parallm.api.mezo.request import (
     told_losses,
 )
 from mlx_parallm.api.mezo.rewards import check_reward, prompts_of
+from mlx_parallm.api.mezo.rows import AnyRow, Row, rows_as
 from mlx_parallm.api.mezo.schema import (
     Caller,
     CreateSession,
     Evaluate,
     MakeSteps,
     Measured,
+    Policy,
     Publish,
     Reward,
-    Row,
     RunSteps,
     Tell,
     TrainStep,
@@ -138,14 +139,16 @@ async def create_session(
     else:
         model = model_of(body.model, objective, engine)
     check_template(objective, model)
-    if body.data is None:
+    if body.data is None and not isinstance(objective, Policy):
         raise InvalidRequestError("data is missing.", param=DATA)
-    rows = await rows_of(body.data, request, request.app.state.batches)
+    rows = await rows_of(body.data or (), request, request.app.state.batches)
     adapters = engine.control.adapters()
     body, start = await warm_start(body, model.names[0], adapters, training.train)
     check_size(body, len(rows), max_rank)
     examples = await _read(rows, objective, model)
-    session = await training.create(config_maker(body, model.names[0], start), examples, start)
+    has_score = isinstance(model, PoolingModel)
+    make = config_maker(body, model.names[0], start, has_score=has_score)
+    session = await training.create(make, examples, start)
     return session_answer(session)
 
 
@@ -239,9 +242,10 @@ async def evaluate_session(
 ) -> EvaluationAnswer:
     """Return loss, accuracy and macro F1 of the adapter as it is."""
     session = training.get(session_id)
-    if session.config.measure is Measure.REWARD:
+    if session.config.measure in (Measure.REWARD, Measure.POLICY):
         raise InvalidRequestError(
-            "The objective reward has no labels to evaluate; sample with the published adapter.",
+            f"The objective {session.config.measure} has no labels to evaluate; sample with the "
+            "published adapter.",
             param=DATA,
         )
     rows = await rows_of(body.data, request, request.app.state.batches)
@@ -321,7 +325,7 @@ async def _steps(
 
 async def _examples(
     session_id: str,
-    rows: Sequence[Row],
+    rows: Sequence[AnyRow],
     engine: EngineClient,
     training: TrainingService,
     param: str = DATA,
@@ -339,7 +343,7 @@ async def _examples(
 
 
 async def _read(
-    rows: Sequence[Row],
+    rows: Sequence[AnyRow],
     objective: Measured | Reward,
     model: PoolingModel | GenerationModel,
     param: str = DATA,
@@ -347,7 +351,8 @@ async def _read(
     """Read rows for an objective."""
     if isinstance(objective, Reward):
         assert isinstance(model, GenerationModel)
-        return await in_thread(partial(prompts_of, rows, objective, model, param))
+        texts = rows_as(rows, Row, param)
+        return await in_thread(partial(prompts_of, texts, objective, model, param))
     return await examples_of(rows, objective, model, param)
 
 

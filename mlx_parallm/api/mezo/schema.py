@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    ConfigDict,
     Discriminator,
     Field,
     StrictBool,
@@ -17,8 +15,8 @@ from pydantic import (
     model_validator,
 )
 
-from mlx_parallm.api.chat.schema import ChatMessage
-from mlx_parallm.api.http.forms import NullIsAbsent
+from mlx_parallm.api.mezo.fields import Beta, Finite, Loss, Name, Strict, container_of, kind_of
+from mlx_parallm.api.mezo.rows import AnyRow, Data
 from mlx_parallm.api.rl.schema import RewardModel, RolloutRequest, Verifier
 from mlx_parallm.training.batches import BatchOrder
 from mlx_parallm.training.objectives import Measure
@@ -30,38 +28,12 @@ from mlx_parallm.types.json_values import is_object
 from mlx_parallm.types.request import MAX_CHOICES
 from mlx_parallm.types.training import Distribution, FirstFactors
 
-MAX_NAME_CHARS = 256
 MAX_STEPS = 10_000_000
-MAX_ROWS = 1_000_000
-Name = Annotated[StrictStr, Field(min_length=1, max_length=MAX_NAME_CHARS)]
-#: ``MAX_NUMBER``: beyond it a product of two settings may be infinite in float32.
-MAX_NUMBER = 1e15
-Finite = Annotated[float, Field(allow_inf_nan=False, le=MAX_NUMBER)]
-Beta = Annotated[float, Field(allow_inf_nan=False, ge=0, lt=1)]
-Loss = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-MAX_NUMBER, le=MAX_NUMBER)]
-
-
-class Strict(NullIsAbsent):
-    """A body of which every field must be known: a typing error must not train something else."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-def _kind(value: Any) -> str:
-    """Return which of a string and a list a value is to be, so that problems are those of one."""
-    return "name" if isinstance(value, str) else "list"
-
-
-def _container(value: Any) -> str:
-    """Return which of an object and a list a value is to be; see ``_kind``."""
-    return "object" if isinstance(value, dict) else "list"
-
-
 #: ``Layers`` is "all", "top:" and a number of layers, or indices.
 Layers = Annotated[
     Annotated[str, StringConstraints(pattern=r"^(all|top:[1-9][0-9]{0,3})$"), Tag("name")]
     | Annotated[list[StrictInt], Tag("list")],
-    Discriminator(_kind),
+    Discriminator(kind_of),
 ]
 
 
@@ -262,67 +234,45 @@ class Completion(Strict):
     )
 
 
+class Pairs(Strict):
+    """Preferred texts become likelier (DPO), or get a higher score of a reward model."""
+
+    kind: Literal["pairs"] = Field("pairs", description="The chosen and the rejected of the rows.")
+    beta: Finite = Field(
+        0.1, gt=0, description="DPO: scale of how far log-probabilities moved from the beginning."
+    )
+    centring: Finite = Field(
+        0.0, ge=0, description="Scores: weight of their squared sum, which keeps their mean at 0."
+    )
+    ends: StrictBool = Field(True, description="DPO: an end token follows each text.")
+    measure: Literal[Measure.PREFERENCE] = Field(
+        default=Measure.PREFERENCE, description="That the chosen is preferred."
+    )
+
+
+class Policy(Strict):
+    """Samples with advantages become likelier or less likely (PPO, GRPO), by gradients."""
+
+    kind: Literal["policy"] = Field("policy", description="Samples, their logprobs and advantages.")
+    clip_low: Finite = Field(0.2, ge=0, le=1, description="The ratio counts down to 1 less this.")
+    clip_high: Finite = Field(0.2, ge=0, description="The ratio counts up to 1 and this.")
+    clipped: StrictBool = Field(
+        True, description="False for importance sampling: ratio times advantage."
+    )
+    kl: Finite = Field(0.0, ge=0, description="Weight of the KL divergence to the reference.")
+    measure: Literal[Measure.POLICY] = Field(
+        default=Measure.POLICY, description="The ratio times the advantage, negated."
+    )
+
+
 #: ``OfTexts`` are objectives of pooling models.
 OfTexts = LabelWords | Labels
 #: ``OfPrompts`` are objectives of models that generate.
 OfPrompts = Candidates | Completion
 #: ``Measured`` is an objective whose losses a session measures by forwards, on its data.
-Measured = OfTexts | OfPrompts
+Measured = OfTexts | OfPrompts | Pairs | Policy
 AnyObjective = Measured | Reward | Caller
 Objective = Annotated[AnyObjective, Field(discriminator="kind")]
-
-
-class Row(Strict):
-    """An example: a text, its token ids or messages, and its label or completion."""
-
-    text: Annotated[StrictStr, Field(min_length=1)] | None = Field(None, description="The text.")
-    token_ids: list[StrictInt] | None = Field(
-        None, min_length=1, description="All tokens, special ones and the mask included."
-    )
-    messages: list[ChatMessage] | None = Field(
-        None, min_length=1, description="A conversation, for models with a chat template."
-    )
-    label: StrictStr | StrictInt | None = Field(None, description="The label's name, or its index.")
-    completion: StrictStr | None = Field(
-        None, description="How the text goes on, for the objective completion."
-    )
-    metadata: dict[str, Any] | None = Field(
-        None, description="Passed to the verifier with the prompt, for the objective reward."
-    )
-
-    @model_validator(mode="after")
-    def _has_one(self) -> Self:
-        if [self.text, self.token_ids, self.messages].count(None) != 2:
-            raise ValueError("a row has one of text, token_ids and messages")
-        return self
-
-    def label_index(self, names: Sequence[str], place: str, param: str) -> int:
-        """Return the index of the row's label.
-
-        Args:
-            names: the labels.
-            place: names the row, for errors.
-            param: the field of the body that has the row, likewise.
-
-        Raises:
-            InvalidRequestError: it has none of them.
-        """
-        if isinstance(self.label, int) and 0 <= self.label < len(names):
-            return self.label
-        if self.label in names:
-            return list[str | int | None](names).index(self.label)
-        known = ", ".join(names[:20])
-        raise InvalidRequestError(
-            f"{place} has the label {str(self.label)[:100]!r}; the labels are {known}.", param=param
-        )
-
-
-#: ``Data`` is rows, or the id of a file of the caller with one row as JSON in each line.
-Data = Annotated[
-    Annotated[Name, Tag("name")]
-    | Annotated[list[Row], Field(min_length=1, max_length=MAX_ROWS), Tag("list")],
-    Discriminator(_kind),
-]
 
 
 class CreateSession(Strict):
@@ -341,7 +291,9 @@ class CreateSession(Strict):
     )
     objective: Objective = Field(description="What is learnt.")
     data: Data | None = Field(
-        None, description="Rows, or the id of a file of purpose fine-tune; not of kind caller."
+        None,
+        description="Rows, or the id of a file of purpose fine-tune; not of kind caller, and of "
+        "kind policy only if not every step brings its own.",
     )
     batch_size: StrictInt = Field(16, ge=1, le=65536, description="Examples of a step.")
     batches: BatchOrder = Field(BatchOrder.RANDOM, description="How batches are drawn.")
@@ -375,7 +327,7 @@ class MakeSteps(Strict):
     """Steps to make now."""
 
     steps: StrictInt = Field(1, ge=1, le=10_000, description="How many.")
-    batch: list[Row] | None = Field(
+    batch: list[AnyRow] | None = Field(
         None, min_length=1, max_length=65536, description="Rows in place of the session's data."
     )
     seed: StrictInt | None = Field(
@@ -403,7 +355,7 @@ class Tell(Strict):
 
     losses: Annotated[
         Annotated[dict[str, Loss], Tag("object")] | Annotated[list[Loss], Tag("list")],
-        Discriminator(_container),
+        Discriminator(container_of),
     ] = Field(description="By the names of the adapters, or in their order.")
 
 

@@ -107,6 +107,10 @@ class GradientSteps:
     def note_applied(self) -> None:
         """See ``Estimation``; there is nothing to forget."""
 
+    async def prepared(self, examples: Sequence[Example]) -> list[Example]:
+        """See ``Estimation``; some losses compare with the first parameters."""
+        return await self._references.added(examples)
+
     async def step(self, examples: Sequence[Example] | None, changes: StepChanges) -> MadeStep:
         """See ``Estimation``; raise as ``Session.step`` does."""
         _check_changes(changes)
@@ -116,7 +120,7 @@ class GradientSteps:
         if changes.learning_rate is not None:
             rate = changes.learning_rate
         batch = host.batch_of(number - 1) if examples is None else list(examples)
-        batch = await self._references.added(batch)
+        batch = await self.prepared(batch)
         forwards = self._forwards(batch)
         begin_s = time.perf_counter()
         results, norm = _parted(await host.ask(*self._ops(forwards, number, rate)))

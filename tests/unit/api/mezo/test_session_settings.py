@@ -9,7 +9,8 @@ import pytest
 
 from mlx_parallm.api.mezo.prompts import prompt_examples
 from mlx_parallm.api.mezo.request import OBJECTIVES, config_maker
-from mlx_parallm.api.mezo.schema import CreateSession, OfPrompts, Row
+from mlx_parallm.api.mezo.rows import Row
+from mlx_parallm.api.mezo.schema import CreateSession, OfPrompts
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.types.training import ChoiceInput
 
