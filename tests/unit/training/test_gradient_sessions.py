@@ -134,7 +134,9 @@ async def test_a_step_is_its_micro_batches_in_their_order(opened: Open, train: W
     assert isinstance(ops[-1], ApplyGradient)
 
 
-@pytest.mark.parametrize("moment", range(0, NUM_STEPS, 3))
+@pytest.mark.parametrize(
+    "moment", [6, *(pytest.param(moment, marks=pytest.mark.slow) for moment in (0, 1, 4, 9, 13))]
+)
 async def test_a_killed_process_changes_no_bit(
     opened: Open, train: WorkerTrain, undisturbed: tuple[str, Any], moment: int
 ) -> None:
@@ -152,7 +154,9 @@ async def test_a_killed_process_changes_no_bit(
     assert again.state.notice is None
 
 
-@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))]
+)
 async def test_lost_engines_change_no_bit(
     train: WorkerTrain, undisturbed: tuple[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
