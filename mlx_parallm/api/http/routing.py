@@ -25,6 +25,11 @@ ROUTE = "mlx_parallm.chosen_route"
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
+#: ``Alias``: the beginning of a path, and another one that stands for it.
+Alias = tuple[str, str]
+SHORT: Alias = (V1, "")
+
+
 class DeclaredRoute(JsonRoute):
     """A route that declares facts for the middleware around it.
 
@@ -39,7 +44,7 @@ class DeclaredRoute(JsonRoute):
         endpoint: Callable[..., Any],
         *,
         facts: RouteFacts,
-        short: bool,
+        alias: Alias | None,
         **more: Any,
     ) -> None:
         """Make a route.
@@ -48,15 +53,19 @@ class DeclaredRoute(JsonRoute):
             path: the path it is served at.
             endpoint: answers requests.
             facts: what it declares.
-            short: True if it is served without ``/v1`` too.
+            alias: another beginning of its path, at which it is served too; None: there is none.
             more: arguments of FastAPI's route.
         """
         self.facts = facts
         self.methods: set[str]
-        self.paths = (path, path.removeprefix(V1)) if short else (path,)
+        self.paths: Sequence[str] = (path,)
         super().__init__(path, endpoint, **more)
-        if short:
-            pattern = self.path_regex.pattern.replace(f"^{V1}", f"^(?:{V1})?", 1)
+        if alias is not None:
+            begin, other = alias
+            assert path.startswith(begin), "the alias is of this path"
+            self.paths = (path, other + path.removeprefix(begin))
+            either = f"^(?:{re.escape(begin)}|{re.escape(other)})"
+            pattern = self.path_regex.pattern.replace(f"^{re.escape(begin)}", either, 1)
             self.path_regex = re.compile(pattern)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
@@ -82,6 +91,7 @@ class Routes:
         access: Access = Access.KEY,
         body_limit: BodyLimit = SMALL,
         short: bool = False,
+        alias: Alias | None = None,
         in_any_process: bool = False,
         dependencies: Sequence[params.Depends] = (),
     ) -> None:
@@ -93,6 +103,7 @@ class Routes:
             access: likewise.
             body_limit: likewise.
             short: True if paths are served without ``/v1`` too.
+            alias: another beginning of all paths; see ``DeclaredRoute``.
             in_any_process: see ``RouteFacts``.
             dependencies: FastAPI's dependencies of every route.
         """
@@ -101,7 +112,7 @@ class Routes:
         self._facts = RouteFacts(
             dialect=dialect, access=access, body_limit=body_limit, in_any_process=in_any_process
         )
-        self._short = short
+        self._alias = SHORT if short else alias
         self._dependencies = tuple(dependencies)
 
     def route(
@@ -132,7 +143,7 @@ class Routes:
                 path,
                 endpoint,
                 facts=facts,
-                short=self._short if short is None else short,
+                alias=self._alias if short is None else SHORT if short else None,
                 methods=[method],
                 tags=[CONTROL if is_control else self._group],
                 dependencies=[*admin, *self._dependencies],

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial, partialmethod
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Annotated, Literal
 
 from fastapi import Depends, Query, Request
 from starlette.responses import Response
@@ -71,31 +71,9 @@ from mlx_parallm.training.service import TrainingService
 from mlx_parallm.training.settings import StepChanges
 from mlx_parallm.types.errors import ConflictError, InvalidRequestError, NotFoundError
 
-routes = Routes(SERVER, access=Access.ADMIN)
-#: ``PREFIXES``: where sessions are served, whatever their estimator is.
-PREFIXES = ("/v1/training", "/v1/mezo")
-Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
-
-
-class SessionRoutes:
-    """Declares routes of sessions, below both prefixes."""
-
-    def route(self, method: str, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
-        """Declare a route; see ``Routes``."""
-
-        def add(endpoint: Endpoint) -> Endpoint:
-            for prefix in PREFIXES:
-                routes.route(method, prefix + path, **options)(endpoint)
-            return endpoint
-
-        return add
-
-    get = partialmethod(route, "GET")
-    post = partialmethod(route, "POST")
-    delete = partialmethod(route, "DELETE")
-
-
-sessions = SessionRoutes()
+#: ``ALIAS``: sessions were served there when there were no gradients.
+ALIAS = ("/v1/training", "/v1/mezo")
+routes = Routes(SERVER, access=Access.ADMIN, alias=ALIAS)
 
 
 async def get_training(request: Request) -> TrainingService:
@@ -115,7 +93,7 @@ async def get_training(request: Request) -> TrainingService:
 TrainingDep = Annotated[TrainingService, Depends(get_training)]
 
 
-@sessions.post("/sessions", body_limit=INPUT)
+@routes.post("/v1/training/sessions", body_limit=INPUT)
 async def create_session(
     body: CreateSession,
     request: Request,
@@ -152,26 +130,26 @@ async def create_session(
     return session_answer(session)
 
 
-@sessions.get("/sessions")
+@routes.get("/v1/training/sessions")
 async def list_sessions(training: TrainingDep) -> SessionList:
     """List all sessions, oldest first."""
     return SessionList(data=[session_answer(session) for session in training.all()])
 
 
-@sessions.get("/sessions/{session_id}")
+@routes.get("/v1/training/sessions/{session_id}")
 async def retrieve_session(session_id: str, training: TrainingDep) -> SessionAnswer:
     """Return a session."""
     return session_answer(training.get(session_id))
 
 
-@sessions.delete("/sessions/{session_id}")
+@routes.delete("/v1/training/sessions/{session_id}")
 async def delete_session(session_id: str, training: TrainingDep) -> DeletedSession:
     """Delete a session and its log; adapters that it has published stay."""
     await training.delete(session_id)
     return DeletedSession(id=session_id)
 
 
-@sessions.post("/sessions/{session_id}/step", body_limit=INPUT)
+@routes.post("/v1/training/sessions/{session_id}/step", body_limit=INPUT)
 async def make_steps(
     session_id: str, body: MakeSteps, engine: EngineDep, training: TrainingDep
 ) -> Steps:
@@ -179,7 +157,7 @@ async def make_steps(
     return await _steps(session_id, body, engine, training)
 
 
-@sessions.post("/train_step", body_limit=INPUT)
+@routes.post("/v1/training/train_step", body_limit=INPUT)
 async def train_step(body: TrainStep, engine: EngineDep, training: TrainingDep) -> Steps:
     """Make steps of the session that the body names, on the batch that it has."""
     if not training.has(body.session_id):
@@ -189,26 +167,26 @@ async def train_step(body: TrainStep, engine: EngineDep, training: TrainingDep) 
     return await _steps(body.session_id, body, engine, training)
 
 
-@sessions.post("/sessions/{session_id}/ask")
+@routes.post("/v1/training/sessions/{session_id}/ask")
 async def ask_session(session_id: str, training: TrainingDep) -> Asked:
     """Serve the perturbed adapters of the next step, and name them; again, if asked again."""
     return ask_answer(await training.ask(session_id))
 
 
-@sessions.post("/sessions/{session_id}/tell", body_limit=INPUT)
+@routes.post("/v1/training/sessions/{session_id}/tell", body_limit=INPUT)
 async def tell_session(session_id: str, body: Tell, training: TrainingDep) -> Steps:
     """Make the step from the losses of the adapters that ``ask`` named; they are gone then."""
     record = await training.tell(session_id, partial(told_losses, body.losses))
     return Steps(session_id=session_id, data=[step_answer(record)])
 
 
-@sessions.post("/sessions/{session_id}/run")
+@routes.post("/v1/training/sessions/{session_id}/run")
 async def run_session(session_id: str, body: RunSteps, training: TrainingDep) -> SessionAnswer:
     """Make steps in the background; ``events`` reports them."""
     return session_answer(training.run(session_id, body.steps))
 
 
-@sessions.get("/sessions/{session_id}/events", responses=STREAMED)
+@routes.get("/v1/training/sessions/{session_id}/events", responses=STREAMED)
 async def follow_session(
     session_id: str,
     training: TrainingDep,
@@ -224,19 +202,19 @@ async def follow_session(
     return EventStreamResponse(_events(steps), on_close=close, keep_alive_s=config.sse_keep_alive_s)
 
 
-@sessions.post("/sessions/{session_id}/pause")
+@routes.post("/v1/training/sessions/{session_id}/pause")
 async def pause_session(session_id: str, training: TrainingDep) -> SessionAnswer:
     """Make no more steps until the session is resumed."""
     return session_answer(await training.pause(session_id))
 
 
-@sessions.post("/sessions/{session_id}/resume")
+@routes.post("/v1/training/sessions/{session_id}/resume")
 async def resume_session(session_id: str, training: TrainingDep) -> SessionAnswer:
     """Go on after a pause, whatever its reason."""
     return session_answer(training.resume(session_id))
 
 
-@sessions.post("/sessions/{session_id}/evaluate", body_limit=INPUT)
+@routes.post("/v1/training/sessions/{session_id}/evaluate", body_limit=INPUT)
 async def evaluate_session(
     session_id: str, body: Evaluate, request: Request, engine: EngineDep, training: TrainingDep
 ) -> EvaluationAnswer:
@@ -261,7 +239,7 @@ async def evaluate_session(
     )
 
 
-@sessions.post("/sessions/{session_id}/checkpoint")
+@routes.post("/v1/training/sessions/{session_id}/checkpoint")
 async def checkpoint_session(session_id: str, training: TrainingDep) -> CheckpointAnswer:
     """Return the number of steps, to which ``publish`` and ``adapter`` can return."""
     session = training.get(session_id)
@@ -271,14 +249,14 @@ async def checkpoint_session(session_id: str, training: TrainingDep) -> Checkpoi
     return CheckpointAnswer(session_id=session_id, step=step, adapter_sha256=weights.digest)
 
 
-@sessions.get("/sessions/{session_id}/log", response_class=Response)
+@routes.get("/v1/training/sessions/{session_id}/log", response_class=Response)
 async def read_log(session_id: str, training: TrainingDep) -> Response:
     """Return the log: for each step its seed, uint64, and its coefficients, float32."""
     content = training.get(session_id).log()
     return Response(content, media_type="application/octet-stream")
 
 
-@sessions.post("/sessions/{session_id}/publish")
+@routes.post("/v1/training/sessions/{session_id}/publish")
 async def publish_session(
     session_id: str, body: Publish, engine: EngineDep, training: TrainingDep
 ) -> AdapterCard:
@@ -297,7 +275,7 @@ async def publish_session(
     return card(info)
 
 
-@sessions.get("/sessions/{session_id}/adapter", response_class=Response)
+@routes.get("/v1/training/sessions/{session_id}/adapter", response_class=Response)
 async def download_adapter(
     session_id: str,
     training: TrainingDep,
