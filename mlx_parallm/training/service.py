@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.engine.control import Watcher
+from mlx_parallm.training.judged_steps import Rewards, judged_step
 from mlx_parallm.training.mezo.copies import Adapters, Copy, ServedCopies
-from mlx_parallm.training.mezo.judged_steps import Rewards, judged_step
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Example, SessionConfig, Status, StepRecord
 from mlx_parallm.training.requests import TrainingOp, TrainingRequest

@@ -53,7 +53,7 @@ ABORTED = "abort"
 
 
 class RolloutRewards:
-    """Asks an application for rollouts. Implements ``training.mezo.judged_steps.Rewards``."""
+    """Asks an application for rollouts. Implements ``training.judged_steps.Rewards``."""
 
     def __init__(self, app: ASGIApp) -> None:
         """``app`` is the application that has the sessions."""
