@@ -34,6 +34,9 @@ class FakeControl(EngineControl):
     def adapters(self) -> Sequence[AdapterInfo]:
         return list(self._adapters.values())
 
+    def unloaded(self) -> Sequence[str]:
+        return ()
+
     async def look(self) -> Sequence[AdapterInfo]:
         return self.adapters()
 

@@ -169,6 +169,11 @@ class AdapterControl:
         """Return the loaded adapters of all models, as of the latest change of one."""
         return self.names.listed()
 
+    def unloaded(self) -> Sequence[str]:
+        """Return the names of kept adapters that the next request of one loads; see ``keep``."""
+        names = self.names
+        return [name for name in names.kept if name not in names.known and names.named(name)]
+
     async def look(self) -> Sequence[AdapterInfo]:
         """Ask the engine thread first: slots and running counts change with every step."""
         await self.refresh()

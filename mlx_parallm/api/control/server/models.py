@@ -150,9 +150,7 @@ async def list_models(
     memory = await engine.memory()
     statuses = engine.statuses()
     loaded = [info.name for info in engine.control.adapters()]
-    names = engine.control.names
-    kept = [name for name in names.kept if name not in loaded and names.named(name) is not None]
-    adapters = [_status(engine, name) for name in (*loaded, *kept)]
+    adapters = [_status(engine, name) for name in (*loaded, *engine.control.unloaded())]
     num_defaults = sum(each.is_default for each in statuses)
     ordered = (*statuses[:num_defaults], *adapters, *statuses[num_defaults:])
     cards = [model_card(name, each, memory) for each in ordered for name in each.names]
