@@ -139,6 +139,35 @@ async def test_adapters_of_a_model_that_is_being_unloaded_are_not_listed(
     assert [info.name for info in control.adapters()] == ["b"]
 
 
+async def test_a_kept_adapter_is_served_until_it_is_forgotten(
+    door: TwoEncoders, control: AdapterControl, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    await control.keep("ft:m:a:1", "m", first)
+    assert owners(door) == ["m"]
+    await control.keep("later", "n", second, loads=False)
+    assert list(control.unloaded()) == ["later"]
+    named = control.names.named("later")
+    assert named is not None
+    assert (named.base, named.source) == ("n", str(second))
+    await control.ensure_loaded("later", "n")
+    assert list(control.unloaded()) == []
+    # Another folder takes its place.
+    await control.keep("later", "n", first, loads=False)
+    assert list(control.unloaded()) == ["later"]
+    for name in ("later", "ft:m:a:1", "none"):
+        await control.forget_kept(name)
+    assert control.adapters() == []
+    assert control.names.named("later") is None
+
+
+async def test_a_kept_adapter_of_no_model_is_not_listed(
+    control: AdapterControl, tmp_path: Path
+) -> None:
+    await control.keep("gone", "other", tmp_path / "a", loads=False)
+    assert list(control.unloaded()) == []
+
+
 SUM = SumModel(names=("sum", "alias"), root="r", num_bytes=0)
 
 
