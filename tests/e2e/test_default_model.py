@@ -38,7 +38,12 @@ NAMELESS: dict[str, dict[str, Any]] = {
     "/inference/v1/generate": {"token_ids": [65], "sampling_params": {}},
 }
 # These routes name a model that is not served yet, that they unload, or that is to be trained.
-NAMING = {"/v1/models/load", "/v1/models/unload", "/v1/mezo/sessions"}
+NAMING = {
+    "/v1/models/load",
+    "/v1/models/unload",
+    "/v1/training/sessions",
+    "/v1/fine_tuning/jobs",
+}
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import pytest
 from mlx_parallm.adapters.formats import read_adapter_folder
 from mlx_parallm.llm import LLM
 from mlx_parallm.offline.training import OfflineSession
+from mlx_parallm.training.records import MezoRecord
 from mlx_parallm.types.errors import InvalidRequestError, StorageInUseError
 from mlx_parallm.types.request import SamplingParams
 
@@ -218,6 +219,7 @@ def test_a_caller_may_have_initialised_distributed_mlx(
 def test_a_record_is_as_in_the_log(session: OfflineSession) -> None:
     record = session.step()
     (stored,) = session.records()
+    assert isinstance(stored, MezoRecord)
     assert stored == replace(record, gradients=stored.gradients)
 
 
