@@ -111,10 +111,18 @@ class _Written:
         return [end for end in ends if end]
 
     def _content_span(self, number: int, weight: float) -> Span:
-        """Return the content of a message, and what the template writes to end it."""
-        begin, end = self._content(self._turns, number)
+        """Return the content of a message, and what the template writes to end it.
+
+        Tool calls follow the content, wherever the template writes that.
+        """
         turns = self._turns[: number + 1]
         whole = self._render(turns)
+        if self._turns[number].get("tool_calls"):
+            begin, _ = self._marked(self._turns, number)
+            if not self.text.startswith(whole) or begin > len(whole):
+                raise _unwritten(number)
+            return Span(begin, self._ended(begin, len(whole)), weight)
+        begin, end = self._content(self._turns, number)
         _, own_end = self._content(turns, number)
         behind = whole[own_end:].rstrip()
         endings = [each for each in (behind, *self._end_texts) if self.text.startswith(each, end)]
@@ -123,19 +131,29 @@ class _Written:
 
     def _content(self, turns: Sequence[dict[str, Any]], number: int) -> tuple[int, int]:
         """Return where a message's content begins and ends in what the template writes."""
-        text = self._render(turns)
+        begin, tail = self._marked(turns, number)
+        end = len(self._render(turns)) - tail
+        if end < begin:
+            raise _unwritten(number)
+        return begin, end
+
+    def _marked(self, turns: Sequence[dict[str, Any]], number: int) -> tuple[int, int]:
+        """Return how much text is before a message's content, and how much is behind it."""
         first, second = (
             self._render([*turns[:number], turns[number] | {"content": mark}, *turns[number + 1 :]])
             for mark in MARKS
         )
         begin, tail = _common(first, second), _common(first[::-1], second[::-1])
-        end = len(text) - tail
         is_plain = begin + tail == len(first) - len(MARKS[0])
-        if not is_plain or end < begin or text[:begin] != first[:begin]:
-            raise InvalidRequestError(
-                f"the chat template does not write the content of messages[{number}] as it is"
-            )
-        return begin, end
+        if not is_plain or self._render(turns)[:begin] != first[:begin]:
+            raise _unwritten(number)
+        return begin, tail
+
+
+def _unwritten(number: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the chat template does not write the content of messages[{number}] as it is"
+    )
 
 
 def _common(first: str, second: str) -> int:

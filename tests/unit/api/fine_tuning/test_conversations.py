@@ -104,6 +104,28 @@ def test_what_the_assistant_wrote_is_learnt(name: str, spells: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("prompt", ["<assistant>", "<assistant><think>"])
+def test_tool_calls_are_learnt(prompt: str) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+        "{% for call in m.tool_calls or () %}{{ call.function.name }}(){% endfor %}${% endfor %}"
+        "{% if add_generation_prompt %}" + prompt + "{% endif %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    rows: list[dict[str, Any]] = [
+        {"role": "user", "content": "ask"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "seen"},
+        {"role": "assistant", "content": "said"},
+    ]
+    messages = [ChatMessage.model_validate(row) for row in rows]
+    (first, _), (second, _) = learnt(model_of(template), messages)
+    assert "look" in first
+    assert "seen" not in first
+    assert first.endswith("$")
+    assert second == "said$"
+
+
 def test_the_prompt_is_what_comes_before() -> None:
     model = model_of(TEMPLATES["plain"])
     item = conversation_input(messages_of(TURNS[:2]), None, model)
