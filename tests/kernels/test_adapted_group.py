@@ -140,6 +140,8 @@ class Gated(nn.Module):
         self.gate_proj = nn.Linear(SIZE, SIZE, bias=False)
         self.up_proj = nn.Linear(SIZE, SIZE, bias=False)
         mx.eval(self.parameters())
+        # As loaded models are: kernels are not for training.
+        self.eval()
         use_row_layers(self, None)
 
 

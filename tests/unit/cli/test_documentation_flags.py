@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm import __version__
+from mlx_parallm.art.interpreter import PYTHON_VARIABLE
 from mlx_parallm.cli.configure import add_arguments, build_config, from_file
 from mlx_parallm.cli.settings import SETTINGS
 from tests.documentation import Block, read_blocks
@@ -87,7 +88,8 @@ def test_every_flag_that_a_page_names_exists(page: str) -> None:
 def test_every_variable_that_a_page_names_exists(page: str) -> None:
     named = set(VARIABLE.findall(text_of(page)))
     assert named - {"MLX_PARALLM_NAME"} <= {setting.variable for setting in SETTINGS} | {
-        "MLX_PARALLM_CONFIG"
+        "MLX_PARALLM_CONFIG",
+        PYTHON_VARIABLE,
     }
 
 

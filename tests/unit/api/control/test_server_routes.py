@@ -49,7 +49,6 @@ def opened(config: ServerConfig, request_id: str, key: str, group: str | None = 
     ("method", "path", "status", "allow"),
     [
         ("GET", "/v1/nothing", 404, None),
-        ("POST", "/v1/fine_tuning/jobs", 404, None),
         ("PUT", "/v1/models", 405, "GET, HEAD"),
         ("GET", "/v1/moderations", 405, "POST"),
         ("GET", "/abort_requests", 405, "POST"),

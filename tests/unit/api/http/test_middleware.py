@@ -269,7 +269,7 @@ async def test_head_says_that_the_engine_is_dead() -> None:
     ("method", "path", "allowed"),
     [
         ("POST", "/health", "GET, HEAD"),
-        ("DELETE", "/v1/models/org/fake", "GET, HEAD"),
+        ("PUT", "/v1/models/org/fake", "DELETE, GET, HEAD"),
         ("GET", "/v1/chat/completions", "POST"),
         ("HEAD", "/tokenize", "POST"),
         ("OPTIONS", "/v1/models", "GET, HEAD"),
