@@ -114,18 +114,21 @@ class Plan:
         """Plan the streams and the prompt of every update; ``folders`` are the old and the new."""
         self._folders = folders
         self._body = body
-        self._options = ["--dtype", args.dtype, *shlex.split(args.server_options)]
+        roots = str(folders[1].parent.resolve())
+        self._options = ["--dtype", args.dtype, "--allowed-adapter-roots", roots]
+        self._options += shlex.split(args.server_options)
         prompts = [text_of_tokens(tokenizer, STREAM_TOKENS, index) for index in range(args.streams)]
         self._streams = [
             completion(index, prompt, args.stream_tokens, model=SERVED_NAME, ignore_eos=True)
             for index, prompt in enumerate(prompts)
         ]
         self._prompt = text_of_tokens(tokenizer, args.prompt_tokens, "prompt")
+        self._short = text_of_tokens(tokenizer, STREAM_TOKENS, "short")
 
     async def run(self, method: str) -> Sync:
         """Return what one update cost, on a server of its own."""
         with self._server(0) as server:
-            await self._ask(server, SERVED_NAME)
+            await self._ask(server, SERVED_NAME, self._prompt)
             tasks = self._begin(server)
             await asyncio.sleep(LEAD_S)
             begin_s = time.perf_counter()
@@ -157,9 +160,9 @@ class Plan:
             tasks: the streams.
             before: the same streams of the server that was killed, if there was one.
         """
-        first = await self._ask(server, name)
+        first = await self._ask(server, name, self._short)
         first_s = first.chunk_times_s[0]
-        after = await self._ask(server, SERVED_NAME)
+        after = await self._ask(server, SERVED_NAME, self._prompt)
         await asyncio.sleep(TAIL_S)
         records = list(await asyncio.gather(*tasks))
         failed = [record.error for record in records if record.error is not None]
@@ -178,9 +181,9 @@ class Plan:
         client = make_client(server)
         return [asyncio.create_task(client.send(stream)) for stream in self._streams]
 
-    async def _ask(self, server: Server, name: str) -> RequestRecord:
-        """Return the record of a request for a token behind the long prompt."""
-        planned: PlannedRequest = completion(0, self._prompt, 1, model=name, ignore_eos=True)
+    async def _ask(self, server: Server, name: str, prompt: str) -> RequestRecord:
+        """Return the record of a request for a token behind a prompt."""
+        planned: PlannedRequest = completion(0, prompt, 1, model=name, ignore_eos=True)
         record = await make_client(server).send(planned)
         if record.error is not None:
             raise BenchmarkError(f"a request failed: {record.error}\n{server.log_tail()}")
