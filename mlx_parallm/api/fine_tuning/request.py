@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import Request
-from pydantic import ConfigDict, Field, StrictBool, StrictStr, ValidationError
+from pydantic import ConfigDict, Field, StrictBool, StrictStr
 
 from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.fine_tuning.conversations import conversation_input
@@ -16,9 +14,10 @@ from mlx_parallm.api.fine_tuning.schema import AUTO, CreateJob, Hyperparameters
 from mlx_parallm.api.http.dependencies import get_client
 from mlx_parallm.api.http.forms import NullIsAbsent
 from mlx_parallm.api.http.offload import in_thread
-from mlx_parallm.api.mezo.request import PURPOSE, config_maker, trainable
-from mlx_parallm.api.mezo.rows import MAX_ROWS
+from mlx_parallm.api.mezo.prompts import completion_tokens, end_token
+from mlx_parallm.api.mezo.request import config_maker, trainable
 from mlx_parallm.api.mezo.schema import CreateSession
+from mlx_parallm.api.mezo.stored_lines import content_of, parsed_lines
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
@@ -28,7 +27,7 @@ from mlx_parallm.training.jobs.records import JobSettings, Method
 from mlx_parallm.training.jobs.service import JobService
 from mlx_parallm.training.records import Example
 from mlx_parallm.training.service import TrainingService
-from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
+from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.training import ChoiceInput, num_tokens
 
 #: ``RATE``: Adam's learning rate for a multiplier of 1, usual for LoRA.
@@ -146,7 +145,6 @@ def _settings(
         suffix=body.suffix,
         seed=body.seed,
         num_steps=epochs * an_epoch,
-        num_epochs=epochs,
         eval_every=hyper.eval_every or an_epoch,
         metadata=body.metadata,
     )
@@ -185,25 +183,11 @@ def _reader(
     """Return what reads a caller's file for a model; its arguments are the id and the field."""
 
     async def read(file_id: str, field: str) -> list[Example]:
-        content = await _content(batches, owner, file_id, field)
+        content = await content_of(batches, file_id, owner, field)
         most = min(hyper.max_tokens or model.max_model_len, model.max_model_len)
         return await in_thread(lambda: conversation_examples(content, model, field, most))
 
     return read
-
-
-async def _content(batches: BatchService, owner: str, file_id: str, field: str) -> bytes:
-    files = await batches.files()
-    try:
-        record = await files.get(file_id, owner)
-    except NotFoundError as problem:
-        raise NotFoundError(str(problem), param=field) from None
-    if record.purpose != PURPOSE:
-        raise InvalidRequestError(
-            f"{file_id} is of purpose {record.purpose!r}, not {PURPOSE!r}.", param=field
-        )
-    path = files.path(record)
-    return await asyncio.to_thread(path.read_bytes)
 
 
 def conversation_examples(
@@ -220,29 +204,15 @@ def conversation_examples(
     Raises:
         InvalidRequestError: a line cannot be used; the message has its number, from 1.
     """
-    examples: list[Example] = []
-    for number, line in enumerate(content.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            item = _line_input(ConversationLine.model_validate(json.loads(line)), model)
-        except ValidationError as problem:
-            fault: Mapping[str, Any] = problem.errors(include_url=False)[0]
-            where = ".".join(map(str, fault["loc"]))
-            raise _bad_line(number, f"{where}: {fault['msg']}", field) from None
-        except InvalidRequestError as problem:
-            raise _bad_line(number, str(problem), field) from None
-        except (ValueError, RecursionError):
-            raise _bad_line(number, "it is not JSON", field) from None
+
+    def read(value: Any) -> Example:
+        item = _line_input(ConversationLine.model_validate(value), model)
         count = num_tokens(item) + 1
         if count > max_tokens:
-            raise _bad_line(number, f"it has {count} tokens, and {max_tokens} are allowed", field)
-        examples.append(Example(item, 0))
-        if len(examples) > MAX_ROWS:
-            raise _bad_line(number, f"there are more than {MAX_ROWS} examples", field)
-    if not examples:
-        raise InvalidRequestError("The file has no example.", param=field)
-    return examples
+            raise InvalidRequestError(f"it has {count} tokens, and {max_tokens} are allowed")
+        return Example(item, 0)
+
+    return parsed_lines(content, read, param=field, what="examples")
 
 
 def _line_input(line: ConversationLine, model: GenerationModel) -> ChoiceInput:
@@ -257,15 +227,8 @@ def _line_input(line: ConversationLine, model: GenerationModel) -> ChoiceInput:
 
 def _completion_input(prompt: str, completion: str, model: GenerationModel) -> ChoiceInput:
     """Return a prompt with its completion, which an end token follows."""
-    tokenizer = model.tokenizer
-    end = min(tokenizer.eos_ids, default=None)
-    completed = list(tokenizer.encode(completion, add_special_tokens=False))
-    completed += [] if end is None else [end]
-    prompted = tuple(tokenizer.encode(prompt))
+    completed = completion_tokens(completion, end_token(model), model)
+    prompted = tuple(model.tokenizer.encode(prompt))
     if not prompted or not completed:
         raise InvalidRequestError("the prompt or the completion has no token")
-    return ChoiceInput(prompted, (tuple(completed),), averages=True)
-
-
-def _bad_line(number: int, why: str, field: str) -> InvalidRequestError:
-    return InvalidRequestError(f"Line {number} of the file: {why[:300]}.", param=field)
+    return ChoiceInput(prompted, (completed,), averages=True)

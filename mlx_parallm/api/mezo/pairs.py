@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from mlx_parallm.api.chat.schema import turns_of
 from mlx_parallm.api.http.offload import in_thread
-from mlx_parallm.api.mezo.prompts import checked
+from mlx_parallm.api.mezo.prompts import checked, end_token
 from mlx_parallm.api.mezo.rows import PairRow, PolicyRow, Said
 from mlx_parallm.api.mezo.schema import Pairs
 from mlx_parallm.api.pooling.inputs.encode import Reading
@@ -51,7 +51,7 @@ def _choices(
     rows: Sequence[PairRow], objective: Pairs, model: GenerationModel, param: str
 ) -> list[Example]:
     """Return two choices behind one prompt: what both begin with, which counts for neither."""
-    end = min(model.tokenizer.eos_ids, default=None) if objective.ends else None
+    end = end_token(model) if objective.ends else None
     examples: list[Example] = []
     for number, row in enumerate(rows):
         place = f"{param} {number}"

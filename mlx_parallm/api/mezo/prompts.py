@@ -61,13 +61,13 @@ def _choosing(
 def _completing(
     rows: Sequence[Row], objective: Completion, model: GenerationModel, param: str
 ) -> list[Example]:
-    end = min(model.tokenizer.eos_ids, default=None) if objective.ends else None
+    end = end_token(model) if objective.ends else None
     examples: list[Example] = []
     for number, row in enumerate(rows):
         place = f"{param} {number}"
         if row.completion is None or row.label is not None:
             raise InvalidRequestError(f"{place} must have a completion, and no label.", param=param)
-        completion = _completion(row.completion, end, model)
+        completion = completion_tokens(row.completion, end, model)
         if not completion:
             raise InvalidRequestError(f"{place} has an empty completion.", param=param)
         if row.weights is not None and len(row.weights) != len(completion):
@@ -83,7 +83,12 @@ def _completing(
     return examples
 
 
-def _completion(
+def end_token(model: GenerationModel) -> int | None:
+    """Return the token that ends what is learnt; None if the model has none."""
+    return min(model.tokenizer.eos_ids, default=None)
+
+
+def completion_tokens(
     completion: str | Sequence[int], end: int | None, model: GenerationModel
 ) -> tuple[int, ...]:
     """Return the tokens of a completion; token ids stay as they are."""

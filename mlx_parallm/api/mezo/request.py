@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from fastapi import Request
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from mlx_parallm.api.http.dependencies import get_client
 from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.mezo.estimators import estimator_of, loss_of, without_gradient
 from mlx_parallm.api.mezo.pairs import pair_examples, policy_examples
 from mlx_parallm.api.mezo.prompts import prompt_examples
-from mlx_parallm.api.mezo.rows import MAX_ROWS, AnyRow, PairRow, PolicyRow, Row, rows_as
+from mlx_parallm.api.mezo.rows import AnyRow, PairRow, PolicyRow, Row, rows_as
 from mlx_parallm.api.mezo.schema import (
     AnyObjective,
     Caller,
@@ -32,6 +31,7 @@ from mlx_parallm.api.mezo.schema import (
     Policy,
     Reward,
 )
+from mlx_parallm.api.mezo.stored_lines import content_of, parsed_lines
 from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs
 from mlx_parallm.api.pooling.mlm.inputs import MASK, candidates_of, masked_inputs, num_masks
 from mlx_parallm.api.turns.prelude import refuse_sources
@@ -45,14 +45,13 @@ from mlx_parallm.training.mezo.copies import Copy
 from mlx_parallm.training.records import Example, SessionConfig
 from mlx_parallm.training.settings import Sides
 from mlx_parallm.training.start import StartParameters
-from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError, NotFoundError
+from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError
 from mlx_parallm.types.pooling import PoolingInput, Task
 from mlx_parallm.types.training import FirstFactors, TrainableSpec
 
 DATA = "data"
 #: ``NOT_TRAINED``: why a model with an encoder has no session.
 NOT_TRAINED = "MeZO does not train"
-PURPOSE = "fine-tune"
 # DATA_FIELDS: fields of the body that say how data are read.
 DATA_FIELDS = ("data", "batch_size", "batches", "mode", "max_batch_tokens")
 TEXT = "{text}"
@@ -268,43 +267,13 @@ async def rows_of(
         return data
     if batches is None:
         raise InvalidRequestError("Files are kept with --data-dir only.", param=DATA)
-    owner = await get_client(request)
-    files = await batches.files()
-    try:
-        record = await files.get(data, owner)
-    except NotFoundError as problem:
-        raise NotFoundError(str(problem), param=DATA) from None
-    if record.purpose != PURPOSE:
-        raise InvalidRequestError(
-            f"{data} is of purpose {record.purpose!r}, not {PURPOSE!r}.", param=DATA
-        )
-    path = files.path(record)
-    return await asyncio.to_thread(lambda: parsed_rows(path.read_bytes()))
+    content = await content_of(batches, data, await get_client(request), DATA)
+    return await asyncio.to_thread(lambda: parsed_rows(content))
 
 
 def parsed_rows(content: bytes) -> list[AnyRow]:
     """Return the rows of a file, one as JSON in each line; raise InvalidRequestError."""
-    rows: list[AnyRow] = []
-    for number, line in enumerate(content.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(ROW.validate_python(json.loads(line)))
-        except ValidationError as problem:
-            first = problem.errors(include_url=False)[0]
-            field = ".".join(str(part) for part in first["loc"][1:])
-            raise _bad_line(number, f"{field}: {first['msg']}" if field else first["msg"]) from None
-        except (ValueError, RecursionError):
-            raise _bad_line(number, "it is not JSON") from None
-        if len(rows) > MAX_ROWS:
-            raise _bad_line(number, f"there are more than {MAX_ROWS} rows")
-    if not rows:
-        raise InvalidRequestError("The file has no rows.", param=DATA)
-    return rows
-
-
-def _bad_line(number: int, why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"Line {number} of the file: {why[:200]}.", param=DATA)
+    return parsed_lines(content, ROW.validate_python, param=DATA, what="rows", num_tags=1)
 
 
 async def examples_of(

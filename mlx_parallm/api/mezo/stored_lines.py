@@ -1,0 +1,85 @@
+"""Stored files of examples, one as JSON in each line, which a refusal names."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from mlx_parallm.api.mezo.rows import MAX_ROWS
+from mlx_parallm.batch_jobs.service import BatchService
+from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
+
+T = TypeVar("T")
+PURPOSE = "fine-tune"
+# MAX_WHY_CHARS: of what is wrong with a line.
+MAX_WHY_CHARS = 200
+
+
+async def content_of(batches: BatchService, file_id: str, owner: str, param: str) -> bytes:
+    """Return the content of a caller's file.
+
+    Args:
+        batches: keeps the files.
+        file_id: which file.
+        owner: the caller.
+        param: the field of the body that names it, for errors.
+
+    Raises:
+        NotFoundError: the caller has no such file.
+        InvalidRequestError: it has another purpose.
+    """
+    files = await batches.files()
+    try:
+        record = await files.get(file_id, owner)
+    except NotFoundError as problem:
+        raise NotFoundError(str(problem), param=param) from None
+    if record.purpose != PURPOSE:
+        raise InvalidRequestError(
+            f"{file_id} is of purpose {record.purpose!r}, not {PURPOSE!r}.", param=param
+        )
+    return await asyncio.to_thread(files.path(record).read_bytes)
+
+
+def parsed_lines(
+    content: bytes, read: Callable[[Any], T], *, param: str, what: str, num_tags: int = 0
+) -> list[T]:
+    """Return what the lines of a file are read as; empty ones are left out.
+
+    Args:
+        content: JSON lines.
+        read: reads the JSON value of a line; raises ValidationError or InvalidRequestError.
+        param: the field of the body that names the file, for errors.
+        what: the examples, as errors call them.
+        num_tags: how many parts of a problem's place precede those of fields.
+
+    Raises:
+        InvalidRequestError: a line cannot be used; the message has its number, from 1.
+    """
+    items: list[T] = []
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            items.append(read(json.loads(line)))
+        except ValidationError as problem:
+            first = problem.errors(include_url=False)[0]
+            field = ".".join(str(part) for part in first["loc"][num_tags:])
+            why = f"{field}: {first['msg']}" if field else first["msg"]
+            raise _bad_line(number, why, param) from None
+        except InvalidRequestError as problem:
+            raise _bad_line(number, str(problem), param) from None
+        except (ValueError, RecursionError):
+            raise _bad_line(number, "it is not JSON", param) from None
+        if len(items) > MAX_ROWS:
+            raise _bad_line(number, f"there are more than {MAX_ROWS} {what}", param)
+    if not items:
+        raise InvalidRequestError(f"The file has no {what}.", param=param)
+    return items
+
+
+def _bad_line(number: int, why: str, param: str) -> InvalidRequestError:
+    return InvalidRequestError(f"Line {number} of the file: {why[:MAX_WHY_CHARS]}.", param=param)
