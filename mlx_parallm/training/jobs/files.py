@@ -92,11 +92,6 @@ class JobFiles:
         """Its checkpoints, oldest first."""
         return [self._checkpoints[step] for step in sorted(self._checkpoints)]
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of its files."""
-        return sum(path.stat().st_size for path in self._folder.rglob("*") if path.is_file())
-
     def save(self, **changes: Any) -> JobRecord:
         """Change the record durably; return it."""
         changed = replace(self.record, **changes)

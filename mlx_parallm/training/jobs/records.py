@@ -70,7 +70,6 @@ class JobSettings:
         suffix: part of the fine-tuned model's name; None without one.
         seed: of the session.
         num_steps: how many steps it makes.
-        num_epochs: how often it reads the data.
         eval_every: steps between two validations, and checkpoints.
         metadata: kept for the caller.
     """
@@ -82,7 +81,6 @@ class JobSettings:
     training_file: str
     seed: int
     num_steps: int
-    num_epochs: int
     eval_every: int
     validation_file: str | None = None
     suffix: str | None = None

@@ -165,21 +165,18 @@ class JobRun:
             raise ConflictError("The job has made no step.")
         name = model_name(files)
         await self._served.keep(name, record.settings.model, files.folder_of(best))
+        figures = _by_step(files.events())
         result = await self._write_result(
-            record.settings.owner, f"{record.id}.csv", _table(files.events())
+            record.settings.owner, f"{record.id}.csv", _table(figures)
         )
         files.save(
             status=JobStatus.SUCCEEDED,
             finished_at=int(self._now()),
             fine_tuned_model=name,
-            trained_tokens=self._num_tokens(),
+            trained_tokens=int(sum(step["tokens"] for step in figures)),
             result_files=(result,),
         )
         self.tell(f"The job has succeeded: {name} is the state after step {best.step}.")
-
-    def _num_tokens(self) -> int:
-        """Return how many tokens were trained on so far, by the events."""
-        return int(sum(event.data.get("tokens", 0) for event in self._files.events()))
 
     def _pause(self, reason: str) -> None:
         self._files.save(status=JobStatus.PAUSED, reason=reason)
@@ -226,14 +223,19 @@ def step_metrics(record: Any) -> dict[str, float]:
     }
 
 
-def _table(events: Sequence[JobEvent]) -> bytes:
-    """Return the figures of the steps as CSV."""
-    rows: dict[int, dict[str, Any]] = {}
+def _by_step(events: Sequence[JobEvent]) -> list[dict[str, Any]]:
+    """Return the figures of each step, from its own event and that of its validation."""
+    steps: dict[int, dict[str, Any]] = {}
     for event in events:
         if event.data:
-            rows.setdefault(event.data["step"], {}).update(event.data)
+            steps.setdefault(event.data["step"], {}).update(event.data)
+    return [steps[number] for number in sorted(steps)]
+
+
+def _table(figures: Sequence[dict[str, Any]]) -> bytes:
+    """Return the figures of the steps as CSV."""
     text = io.StringIO()
     writer = csv.DictWriter(text, RESULT_FIELDS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows[step] for step in sorted(rows))
+    writer.writerows(figures)
     return text.getvalue().encode()

@@ -79,10 +79,6 @@ class JobService:
             await asyncio.gather(self._work, return_exceptions=True)
             self._work = None
 
-    def new_id(self) -> str:
-        """Return an id for a job."""
-        return self._ids.make(PREFIX)
-
     def create(
         self, settings: JobSettings, session: str, validation: Sequence[Example] | None
     ) -> JobFiles:
@@ -95,7 +91,10 @@ class JobService:
         if self._work is None:
             raise ConflictError("Fine-tuning jobs cannot be kept in this data folder; see the log.")
         record = JobRecord(
-            id=self.new_id(), settings=settings, session=session, created_at=int(time.time())
+            id=self._ids.make(PREFIX),
+            settings=settings,
+            session=session,
+            created_at=int(time.time()),
         )
         files = JobFiles.create(self._folder / record.id, record, validation)
         self._jobs[record.id] = files

@@ -30,7 +30,6 @@ SETTINGS = JobSettings(
     training_file="file-1",
     seed=0,
     num_steps=6,
-    num_epochs=2,
     eval_every=2,
     suffix="mine",
 )
@@ -130,6 +129,8 @@ async def test_the_best_checkpoint_is_the_result(jobs: Jobs) -> None:
     jobs.training.get("s").valid_losses = {2: 0.9, 4: 0.1, 6: 0.5, 8: 0.6, 10: 0.7, 12: 0.8}
     jobs.training.gate.set()
     await ended(jobs, files)
+    # Events of validations repeat the tokens of their step.
+    assert files.record.trained_tokens == 12 * 8
     # The best one stays among the latest.
     assert [each.step for each in files.checkpoints] == [4, 8, 10, 12]
     assert len(files.checkpoints) == KEPT + 1
