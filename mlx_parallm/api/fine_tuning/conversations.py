@@ -118,34 +118,34 @@ class _Written:
         turns = self._turns[: number + 1]
         whole = self._render(turns)
         if self._turns[number].get("tool_calls"):
-            begin, _ = self._marked(self._turns, number)
+            begin, _ = self._marked(self._turns, number, self.text)
             if not self.text.startswith(whole) or begin > len(whole):
                 raise _unwritten(number)
             return Span(begin, self._ended(begin, len(whole)), weight)
-        begin, end = self._content(self._turns, number)
-        _, own_end = self._content(turns, number)
+        begin, end = self._content(self._turns, number, self.text)
+        _, own_end = self._content(turns, number, whole)
         behind = whole[own_end:].rstrip()
         endings = [each for each in (behind, *self._end_texts) if self.text.startswith(each, end)]
         behind_end = end + max(map(len, endings), default=0)
         return Span(begin, self._ended(end, behind_end), weight)
 
-    def _content(self, turns: Sequence[dict[str, Any]], number: int) -> tuple[int, int]:
-        """Return where a message's content begins and ends in what the template writes."""
-        begin, tail = self._marked(turns, number)
-        end = len(self._render(turns)) - tail
+    def _content(self, turns: Sequence[dict[str, Any]], number: int, text: str) -> tuple[int, int]:
+        """Return where a message's content begins and ends in the text of the turns."""
+        begin, tail = self._marked(turns, number, text)
+        end = len(text) - tail
         if end < begin:
             raise _unwritten(number)
         return begin, end
 
-    def _marked(self, turns: Sequence[dict[str, Any]], number: int) -> tuple[int, int]:
-        """Return how much text is before a message's content, and how much is behind it."""
+    def _marked(self, turns: Sequence[dict[str, Any]], number: int, text: str) -> tuple[int, int]:
+        """Return how much of the turns' text is before a message's content, and how much behind."""
         first, second = (
             self._render([*turns[:number], turns[number] | {"content": mark}, *turns[number + 1 :]])
             for mark in MARKS
         )
         begin, tail = _common(first, second), _common(first[::-1], second[::-1])
         is_plain = begin + tail == len(first) - len(MARKS[0])
-        if not is_plain or self._render(turns)[:begin] != first[:begin]:
+        if not is_plain or text[:begin] != first[:begin]:
             raise _unwritten(number)
         return begin, tail
 
