@@ -102,8 +102,7 @@ class LLM:
             trust_remote_code: run Python code that comes with the tokenizer.
             hf_overrides: other values of fields of the model's config.json.
             seed: draws the seeds of samples that have none.
-            cache: settings of the KV cache, such as ``CacheConfig(kv_cache_dtype="int8")``; the
-                flags of the server have the same names.
+            cache: of the KV, such as ``CacheConfig(kv_cache_dtype="int8")``; named as flags are.
             scheduler: settings of the scheduler, likewise.
             memory: limits of MLX's allocator, likewise; they hold for the whole process.
             speculative_config: see docs/speculation.md; None: no speculation.
