@@ -64,7 +64,10 @@ DECODERS = (
     "deepseek_v2",
     "mamba",
     "gemma3n",
+    "afm7",
 )
+# WHOLE: more than hidden states passes between their layers.
+WHOLE = {"gemma3n", "afm7"}
 QUICK = {("llama", LossKind.DPO), ("qwen3_moe", LossKind.POLICY), ("gpt2", LossKind.LIKELIHOOD)}
 ENCODERS = ("bert", "modernbert", "deberta_v2", "distilbert", "electra", "mpnet", "gte")
 ADAM = OptimiserSettings()
@@ -156,8 +159,7 @@ def test_quantised_bases_have_gradients(bits: int) -> None:
 )
 def test_stages_give_the_bits_of_one_graph(name: str, trains_first: bool) -> None:
     session = opened(decoder(name), trains_first=trains_first)
-    if name == "gemma3n":
-        # More than hidden states passes between its layers.
+    if name in WHOLE:
         assert session.session.gradients.form is GradientForm.WHOLE
         return
     assert session.session.gradients.form is GradientForm.STAGED
@@ -176,6 +178,14 @@ def test_choices_that_may_share_their_prompt_have_rows_of_their_own() -> None:
     for staged in (False, True):
         gradient = session.gradient(spec, (shared, targets), staged=staged)
         np.testing.assert_array_equal(gradient, expected)
+
+
+def test_layers_with_several_outputs_are_not_trained() -> None:
+    paths = opened(decoder("afm7")).session.trainable.paths
+    assert {path.rpartition(".")[2] for path in paths} >= {"out_proj", "down_proj"}
+    assert not any(path.endswith("qkv_proj") for path in paths)
+    with pytest.raises(InvalidRequestError, match="no linear layer 'qkv_proj'; they have mlp"):
+        opened(decoder("afm7"), targets=("qkv_proj",))
 
 
 def test_a_stage_is_a_layer() -> None:

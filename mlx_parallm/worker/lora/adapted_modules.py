@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.afm7 import FusedLinear, FusedQuantizedLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
 from mlx_parallm.adapters.weights import Kind
@@ -22,10 +23,14 @@ _KINDS: tuple[tuple[Kind, tuple[type, ...]], ...] = (
     ("experts", (SwitchLinear, QuantizedSwitchLinear)),
 )
 _BLOCKS = (SwitchGLU, SwitchMLP)
+# _FUSED: linear layers that return a list of arrays, to which no change can be added.
+_FUSED = (FusedLinear, FusedQuantizedLinear)
 
 
 def kind_of(module: Any) -> Kind | None:
     """Return which kind of change a module takes; None if it takes no change."""
+    if isinstance(module, _FUSED):
+        return None
     return next((kind for kind, types in _KINDS if isinstance(module, types)), None)
 
 
