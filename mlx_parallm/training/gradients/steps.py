@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -18,8 +18,8 @@ from mlx_parallm.training.records import Example, GradientRecord
 from mlx_parallm.training.requests import TrainingOp
 from mlx_parallm.training.settings import GradientSettings, StepChanges
 from mlx_parallm.training.step_forwards import MadeStep, StepForwards, StepLosses, costs_of
-from mlx_parallm.types.errors import ConflictError, InvalidRequestError
-from mlx_parallm.types.gradients import GradientResult
+from mlx_parallm.types.errors import ConflictError, InvalidRequestError, ParallmError, StorageError
+from mlx_parallm.types.gradients import GradientResult, TrainingArrays
 from mlx_parallm.types.training import Segment, num_tokens
 from mlx_parallm.worker.training_ops import (
     ApplyGradient,
@@ -84,7 +84,7 @@ class GradientSteps:
         loss = _mean(_by_row(forwards, [result.losses for result in results]))
         self._note_differences(record, (loss, norm))
         if self._is_due(record.step):
-            await self._save(record.step)
+            await self._save(record.step, self._host.send)
 
     def _note_differences(self, record: GradientRecord, again: tuple[float, float]) -> None:
         """Say so if a step that was made again has other bits."""
@@ -148,7 +148,7 @@ class GradientSteps:
         """
         try:
             if record.is_given:
-                await self._save(record.step)
+                await self._save(record.step, self._host.send)
             self._host.note(record)
         except BaseException:
             # The engine has made a step that there is not.
@@ -157,7 +157,17 @@ class GradientSteps:
             raise
         self._compare(record)
         if record.is_given or self._is_due(record.step):
-            await self._save(record.step)
+            await self._save_if_possible(record.step)
+
+    async def _save_if_possible(self, step: int) -> None:
+        """Write a checkpoint unless the engine cannot be asked: the step was made all the same."""
+        try:
+            await self._save(step, self._host.ask)
+        except StorageError:
+            raise
+        except ParallmError as problem:
+            name = self._host.config.id
+            logger.info("step %d of session %s has no checkpoint: %s", step, name, problem)
 
     def _compare(self, record: object) -> None:
         """Remember the step with the least validation loss."""
@@ -178,7 +188,7 @@ class GradientSteps:
     async def keep(self) -> None:
         """Write a checkpoint of the last step; if it was lost, it is made again when needed."""
         if self._host.num_steps and self._host.info is not None:
-            await self._save(self._host.num_steps)
+            await self._save(self._host.num_steps, self._host.ask)
 
     async def weights(self, step: int | None, *, of_checkpoint: bool) -> AdapterWeights:
         """See ``Estimation``; steps whose parameters are kept can be returned to."""
@@ -237,11 +247,15 @@ class GradientSteps:
             return step % self._settings.checkpoint_every == 0
         return self._clock() - self._saved_s >= CHECKPOINT_S
 
-    async def _save(self, step: int) -> None:
-        """Write a checkpoint of the parameters as they are, by a thread, unless there is one."""
+    async def _save(self, step: int, send: Callable[..., Awaitable[Sequence[object]]]) -> None:
+        """Write a checkpoint of the parameters as they are, by a thread, unless there is one.
+
+        ``send`` runs ops: ``StepHost.ask`` makes a step again that was lost, if it has a record.
+        """
         if step not in self._checkpoints.steps:
             config = self._host.config
-            (arrays,) = await self._host.send(ReadTraining(model=config.model, session=config.id))
+            (arrays,) = await send(ReadTraining(model=config.model, session=config.id))
+            assert isinstance(arrays, TrainingArrays)
             await asyncio.to_thread(self._checkpoints.write, step, arrays)
             self._saved_s = self._clock()
         self._checkpoints.prune(() if self.best is None else (self.best,))

@@ -21,7 +21,9 @@ from mlx_parallm.types.errors import (
     ConflictError,
     EngineDeadError,
     InvalidRequestError,
+    RequestAbortedError,
     RequestLostError,
+    SessionLostError,
     StorageError,
 )
 from mlx_parallm.types.gradients import LossKind, LossSpec, OptimiserKind, TrainingArrays
@@ -209,6 +211,35 @@ class Dying:
             self.num_losses += 1
             raise RequestLostError("It died.")
         return await self._train(request)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        SessionLostError("It is gone."),
+        RequestLostError("It died."),
+        RequestAbortedError("It was cancelled."),
+    ],
+)
+async def test_a_step_was_made_although_its_checkpoint_could_not_be_read(
+    train: WorkerTrain, undisturbed: tuple[str, Any], failure: Exception
+) -> None:
+    failures = [failure]
+
+    async def read_once(request: TrainingRequest) -> tuple[Any, ...]:
+        if failures and isinstance(request.ops[0], ReadTraining):
+            train.load(train.folder)
+            raise failures.pop()
+        return await train(request)
+
+    service = TrainingService(train.folder.parent / "unread", read_once)
+    session = await begin(service)
+    (*_, made) = await service.step(session.config.id, NUM_STEPS, None)
+    assert made.record.step == NUM_STEPS
+    # It was made again, from the records, for the step after it.
+    assert session.kept == [4, 8, 12]
+    assert (await digest(session), numbers(session)) == undisturbed
+    await service.stop()
 
 
 async def test_kept_steps_can_be_returned_to_and_others_cannot(opened: Open) -> None:
