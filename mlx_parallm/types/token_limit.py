@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlx_parallm.types.errors import ContextLengthError
@@ -18,6 +19,7 @@ class TokenLimit:
         from_left: with ``cuts``: the beginning is dropped, not the end.
         name: the request field of several texts; None: there is one prompt.
         first: the number of the first of several texts, in messages.
+        places: what messages call each of several texts; by default the field and its number.
     """
 
     most: int | None
@@ -26,6 +28,12 @@ class TokenLimit:
     from_left: bool = False
     name: str | None = None
     first: int = 0
+    places: Sequence[str] = ()
+
+    def place(self, number: int) -> str:
+        """Return what messages call a text."""
+        index = self.first + number
+        return self.places[index] if self.places else f"{self.name} {index}"
 
     def check(self, num_tokens: int, place: int = 0) -> None:
         """Raise ContextLengthError if text ``place`` has too many tokens and may not be cut."""
@@ -38,8 +46,7 @@ class TokenLimit:
         if self.name is None:
             detail = f"However, your prompt has {count} tokens. Please shorten it."
             return ContextLengthError(most, detail, prompt_tokens=count)
-        text = f"{self.name} {self.first + place}"
-        detail = f"{text} has {count}. Shorten it, or set truncate_prompt_tokens."
+        detail = f"{self.place(place)} has {count}. Shorten it, or set truncate_prompt_tokens."
         return ContextLengthError(most, detail, param=self.name)
 
 

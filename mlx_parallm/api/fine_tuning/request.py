@@ -205,7 +205,8 @@ def conversation_examples(
         InvalidRequestError: a line cannot be used; the message has its number, from 1.
     """
 
-    def read(value: Any) -> Example:
+    def read(value: Any, line: int) -> Example:
+        del line
         item = _line_input(ConversationLine.model_validate(value), model)
         count = num_tokens(item) + 1
         if count > max_tokens:

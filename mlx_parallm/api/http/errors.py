@@ -78,6 +78,8 @@ BODY_IS_NOT_JSON = "The content type must be application/json."
 # Bounds on the echo of a bad body, so that a short request cannot make a long answer.
 MAX_PROBLEMS = 5
 MAX_PROBLEM_CHARS = 200
+#: ``TAG`` begins the tags of unions whose members a function chooses: no body has them.
+TAG = "<"
 MAX_MESSAGE_CHARS = 1000
 
 
@@ -247,12 +249,17 @@ def describe(problems: Sequence[Mapping[str, Any]]) -> str:
     """Return a bounded sentence per problem of a body."""
     lines: list[str] = []
     for problem in problems[:MAX_PROBLEMS]:
-        where = ".".join(str(part) for part in problem["loc"][1:])
+        where = path_of(problem["loc"][1:])
         text = f"{where}: {problem['msg']}" if where else str(problem["msg"])
         lines.append(text[:MAX_PROBLEM_CHARS])
     if len(problems) > MAX_PROBLEMS:
         lines.append(f"and {len(problems) - MAX_PROBLEMS} more")
     return "; ".join(lines)
+
+
+def path_of(location: Sequence[int | str]) -> str:
+    """Return the path of a problem within a body, without the tags of unions."""
+    return ".".join(str(part) for part in location if not str(part).startswith(TAG))
 
 
 def param_of(location: Sequence[int | str]) -> str | None:

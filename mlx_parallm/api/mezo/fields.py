@@ -25,9 +25,9 @@ class Strict(NullIsAbsent):
 
 def kind_of(value: Any) -> str:
     """Return which of a string and a list a value is to be, so that problems are those of one."""
-    return "name" if isinstance(value, str) else "list"
+    return "<name>" if isinstance(value, str) else "<list>"
 
 
 def container_of(value: Any) -> str:
     """Return which of an object and a list a value is to be; see ``kind_of``."""
-    return "object" if isinstance(value, dict) else "list"
+    return "<object>" if isinstance(value, dict) else "<list>"

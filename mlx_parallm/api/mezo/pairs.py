@@ -37,10 +37,12 @@ async def pair_examples(
     if isinstance(model, GenerationModel):
         return await in_thread(lambda: _choices(rows, objective, model, param))
     texts = [text for row in rows for text in _texts(row)]
-    for number in range(len(rows)):
-        if texts[2 * number] == texts[2 * number + 1]:
-            raise _equal(f"{param} {number}", param)
-    inputs = await reward_inputs(texts, model, "classify", Reading(param=param), template_kwargs={})
+    places = [row.place(number, param) for number, row in enumerate(rows) for _ in range(2)]
+    for place, first, second in zip(places[::2], texts[::2], texts[1::2], strict=True):
+        if first == second:
+            raise _equal(place, param)
+    reading = Reading(param=param, places=places)
+    inputs = await reward_inputs(texts, model, "classify", reading, template_kwargs={})
     return [
         Example(first, 0, other=second, target=LossTarget(margin=row.margin))
         for row, first, second in zip(rows, inputs[::2], inputs[1::2], strict=True)
@@ -54,7 +56,7 @@ def _choices(
     end = end_token(model) if objective.ends else None
     examples: list[Example] = []
     for number, row in enumerate(rows):
-        place = f"{param} {number}"
+        place = row.place(number, param)
         try:
             first, second = (_tokens(text, model, end) for text in _texts(row))
         except InvalidRequestError as problem:
@@ -115,6 +117,6 @@ def policy_examples(rows: Sequence[PolicyRow], model: GenerationModel, param: st
             advantage=row.advantage,
             reference=tuple(row.ref_logprobs or ()),
         )
-        place = f"{param} {number}"
+        place = row.place(number, param)
         examples.append(Example(checked(item, model, place, param), 0, target=target))
     return examples

@@ -46,7 +46,7 @@ def _choosing(
     choices = _candidates(objective, model)
     examples: list[Example] = []
     for number, row in enumerate(rows):
-        place = f"{param} {number}"
+        place = row.place(number, param)
         if row.completion is not None:
             raise InvalidRequestError(
                 f"{place} has a completion; the objective candidates has labels.", param=param
@@ -64,11 +64,11 @@ def _completing(
     end = end_token(model) if objective.ends else None
     examples: list[Example] = []
     for number, row in enumerate(rows):
-        place = f"{param} {number}"
+        place = row.place(number, param)
         if row.completion is None or row.label is not None:
             raise InvalidRequestError(f"{place} must have a completion, and no label.", param=param)
         completion = completion_tokens(row.completion, end, model)
-        if not completion:
+        if not row.completion or not completion:
             raise InvalidRequestError(f"{place} has an empty completion.", param=param)
         if row.weights is not None and len(row.weights) != len(completion):
             raise InvalidRequestError(

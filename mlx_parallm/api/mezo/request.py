@@ -273,7 +273,11 @@ async def rows_of(
 
 def parsed_rows(content: bytes) -> list[AnyRow]:
     """Return the rows of a file, one as JSON in each line; raise InvalidRequestError."""
-    return parsed_lines(content, ROW.validate_python, param=DATA, what="rows", num_tags=1)
+
+    def read(value: Any, line: int) -> AnyRow:
+        return ROW.validate_python(value).on_line(line)
+
+    return parsed_lines(content, read, param=DATA, what="rows")
 
 
 async def examples_of(
@@ -308,19 +312,21 @@ async def _labelled_texts(
         raise InvalidRequestError(
             f"{model.names[0]} has a single score and no labels to choose between.", param="model"
         )
-    labels = [row.label_index(names, f"{param} {number}", param) for number, row in enumerate(rows)]
-    for number, row in enumerate(rows):
+    every = [row.place(number, param) for number, row in enumerate(rows)]
+    labels = [row.label_index(names, place, param) for row, place in zip(rows, every, strict=True)]
+    for row, place in zip(rows, every, strict=True):
         unread = "messages" if row.messages is not None else "a completion"
         if row.messages is not None or row.completion is not None:
             raise InvalidRequestError(
-                f"{param} {number} has {unread}, which only models that generate read.", param=param
+                f"{place} has {unread}, which only models that generate read.", param=param
             )
     inputs: list[PoolingInput | None] = [None] * len(rows)
     for is_text in (True, False):
         places = [place for place, row in enumerate(rows) if (row.text is not None) is is_text]
         if places:
             sources = [_source(rows[place], objective) for place in places]
-            made = await _inputs(sources, objective, model, param)
+            reading = Reading(param=param, places=[every[place] for place in places])
+            made = await _inputs(sources, objective, model, reading)
             for place, item in zip(places, made, strict=True):
                 inputs[place] = item
     return [
@@ -335,17 +341,16 @@ def _source(row: Row, objective: OfTexts) -> Any:
 
 
 async def _inputs(
-    sources: Sequence[Any], objective: OfTexts, model: PoolingModel, param: str
+    sources: Sequence[Any], objective: OfTexts, model: PoolingModel, reading: Reading
 ) -> Sequence[PoolingInput]:
-    reading = Reading(param=param)
     if isinstance(objective, Labels):
         return await single_inputs(sources, model, "classify", reading)
     words = await label_words(objective, model)
     inputs = await masked_inputs(sources, model, "mlm", reading, words)
-    for number, item in enumerate(inputs):
+    for item, place in zip(inputs, reading.places, strict=True):
         if len(item.places) != 1:
             raise InvalidRequestError(
-                f"{param} {number} has {len(item.places)} masks instead of one.", param=param
+                f"{place} has {len(item.places)} masks instead of one.", param=reading.param
             )
     return inputs
 

@@ -171,7 +171,7 @@ def prompts_of(
     """
     examples: list[Example] = []
     for number, row in enumerate(rows):
-        place = f"{param} {number}"
+        place = row.place(number, param)
         if row.label is not None or row.completion is not None:
             raise InvalidRequestError(
                 f"{place} has a label or a completion; the objective reward has neither.",

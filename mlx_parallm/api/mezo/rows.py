@@ -9,6 +9,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PrivateAttr,
     StrictInt,
     StrictStr,
     Tag,
@@ -23,7 +24,22 @@ from mlx_parallm.types.json_values import is_object
 MAX_ROWS = 1_000_000
 
 
-class Row(Strict):
+class AtPlace(Strict):
+    """A row of a body, or of a line of a file."""
+
+    _line: int | None = PrivateAttr(None)
+
+    def on_line(self, number: int) -> Self:
+        """Return this row, which is on a line of a file, by its number from 1."""
+        self._line = number
+        return self
+
+    def place(self, number: int, param: str) -> str:
+        """Return what errors call the row: its line, or the field that has it and its number."""
+        return f"{param} {number}" if self._line is None else f"Line {self._line} of the file"
+
+
+class Row(AtPlace):
     """An example: a text, its token ids or messages, and its label or completion."""
 
     text: Annotated[StrictStr, Field(min_length=1)] | None = Field(None, description="The text.")
@@ -86,7 +102,7 @@ class Conversation(Strict):
     messages: list[ChatMessage] = Field(min_length=1, description="The conversation so far.")
 
 
-class PairRow(Strict):
+class PairRow(AtPlace):
     """Two ways to answer, of which the first is preferred; as TRL and OpenAI write them."""
 
     prompt: Said | None = Field(
@@ -114,10 +130,15 @@ class PairRow(Strict):
             raise ValueError("input comes with preferred_output and non_preferred_output")
         if self.chosen is None or self.rejected is None:
             raise ValueError("a pair has both what is preferred and what is not")
+        for said in (self.chosen, self.rejected):
+            if not said:
+                raise ValueError("what is preferred, and what is not, cannot be empty")
+            if not isinstance(said, str) and not any(turn.role == "assistant" for turn in said):
+                raise ValueError("what is preferred, and what is not, needs an assistant's turn")
         return self
 
 
-class PolicyRow(Strict):
+class PolicyRow(AtPlace):
     """A sample of a policy, and what it is worth."""
 
     token_ids: list[StrictInt] = Field(min_length=1, description="Tokens of the prompt.")
@@ -145,18 +166,18 @@ def _row_kind(value: Any) -> str:
     """Return which kind of row a value is to be, so that problems are those of one."""
     if not is_object(value):
         if isinstance(value, PairRow):
-            return "pair"
-        return "policy" if isinstance(value, PolicyRow) else "text"
+            return "<pair>"
+        return "<policy>" if isinstance(value, PolicyRow) else "<text>"
     if value.keys() & {"chosen", "rejected", "preferred_output", "non_preferred_output"}:
-        return "pair"
-    return "policy" if value.keys() & {"completion_ids", "logprobs", "advantage"} else "text"
+        return "<pair>"
+    return "<policy>" if value.keys() & {"completion_ids", "logprobs", "advantage"} else "<text>"
 
 
 #: ``AnyRow`` is a row of any objective.
 AnyRow = Annotated[
-    Annotated[Row, Tag("text")]
-    | Annotated[PairRow, Tag("pair")]
-    | Annotated[PolicyRow, Tag("policy")],
+    Annotated[Row, Tag("<text>")]
+    | Annotated[PairRow, Tag("<pair>")]
+    | Annotated[PolicyRow, Tag("<policy>")],
     Discriminator(_row_kind),
 ]
 RowT = TypeVar("RowT", Row, PairRow, PolicyRow)
@@ -170,7 +191,7 @@ def rows_as(rows: Sequence[Any], kind: type[RowT], param: str) -> list[RowT]:
     for number, row in enumerate(rows):
         if not isinstance(row, kind):
             raise InvalidRequestError(
-                f"{param} {number} is {KINDS[type(row)]}, and the objective reads "
+                f"{row.place(number, param)} is {KINDS[type(row)]}, and the objective reads "
                 f"{KINDS[kind]} in each row.",
                 param=param,
             )
@@ -180,7 +201,7 @@ def rows_as(rows: Sequence[Any], kind: type[RowT], param: str) -> list[RowT]:
 
 #: ``Data`` is rows, or the id of a file of the caller with one row as JSON in each line.
 Data = Annotated[
-    Annotated[Name, Tag("name")]
-    | Annotated[list[AnyRow], Field(min_length=1, max_length=MAX_ROWS), Tag("list")],
+    Annotated[Name, Tag("<name>")]
+    | Annotated[list[AnyRow], Field(min_length=1, max_length=MAX_ROWS), Tag("<list>")],
     Discriminator(kind_of),
 ]

@@ -31,8 +31,8 @@ from mlx_parallm.types.training import Distribution, FirstFactors
 MAX_STEPS = 10_000_000
 #: ``Layers`` is "all", "top:" and a number of layers, or indices.
 Layers = Annotated[
-    Annotated[str, StringConstraints(pattern=r"^(all|top:[1-9][0-9]{0,3})$"), Tag("name")]
-    | Annotated[list[StrictInt], Tag("list")],
+    Annotated[str, StringConstraints(pattern=r"^(all|top:[1-9][0-9]{0,3})$"), Tag("<name>")]
+    | Annotated[list[StrictInt], Tag("<list>")],
     Discriminator(kind_of),
 ]
 
@@ -117,12 +117,12 @@ class GradientBody(Strict):
 def _estimator_kind(value: Any) -> str:
     """Return which kind of estimator a value is to be; see ``_kind``."""
     kind = value.get("kind") if is_object(value) else getattr(value, "kind", None)
-    return "gradient" if kind == "gradient" else "perturbations"
+    return "<gradient>" if kind == "gradient" else "<perturbations>"
 
 
 #: ``Estimator`` is one of both kinds.
 Estimator = Annotated[
-    Annotated[GradientBody, Tag("gradient")] | Annotated[EstimatorBody, Tag("perturbations")],
+    Annotated[GradientBody, Tag("<gradient>")] | Annotated[EstimatorBody, Tag("<perturbations>")],
     Discriminator(_estimator_kind),
 ]
 
@@ -354,7 +354,7 @@ class Tell(Strict):
     """The losses that were asked for."""
 
     losses: Annotated[
-        Annotated[dict[str, Loss], Tag("object")] | Annotated[list[Loss], Tag("list")],
+        Annotated[dict[str, Loss], Tag("<object>")] | Annotated[list[Loss], Tag("<list>")],
         Discriminator(container_of),
     ] = Field(description="By the names of the adapters, or in their order.")
 

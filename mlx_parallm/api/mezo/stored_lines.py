@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from mlx_parallm.api.http.errors import path_of
 from mlx_parallm.api.mezo.rows import MAX_ROWS
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
@@ -45,16 +46,16 @@ async def content_of(batches: BatchService, file_id: str, owner: str, param: str
 
 
 def parsed_lines(
-    content: bytes, read: Callable[[Any], T], *, param: str, what: str, num_tags: int = 0
+    content: bytes, read: Callable[[Any, int], T], *, param: str, what: str
 ) -> list[T]:
     """Return what the lines of a file are read as; empty ones are left out.
 
     Args:
         content: JSON lines.
-        read: reads the JSON value of a line; raises ValidationError or InvalidRequestError.
+        read: reads the JSON value of a line and its number, from 1; raises ValidationError or
+            InvalidRequestError.
         param: the field of the body that names the file, for errors.
         what: the examples, as errors call them.
-        num_tags: how many parts of a problem's place precede those of fields.
 
     Raises:
         InvalidRequestError: a line cannot be used; the message has its number, from 1.
@@ -64,10 +65,10 @@ def parsed_lines(
         if not line.strip():
             continue
         try:
-            items.append(read(json.loads(line)))
+            items.append(read(json.loads(line), number))
         except ValidationError as problem:
             first = problem.errors(include_url=False)[0]
-            field = ".".join(str(part) for part in first["loc"][num_tags:])
+            field = path_of(first["loc"])
             why = f"{field}: {first['msg']}" if field else first["msg"]
             raise _bad_line(number, why, param) from None
         except InvalidRequestError as problem:

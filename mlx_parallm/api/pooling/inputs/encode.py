@@ -32,12 +32,14 @@ class Reading:
         from_left: True: cutting removes their beginnings.
         add_special_tokens: False: texts get no special tokens.
         param: the field of the body that they came from.
+        places: see ``TokenLimit``.
     """
 
     truncate: int | None = None
     from_left: bool = False
     add_special_tokens: bool = True
     param: str = "input"
+    places: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +175,11 @@ def text_limit(model: PoolingModel, reading: Reading, *, longest: int | None = N
             )
         most = min(truncate, most)
     return TokenLimit(
-        most=most, cuts=truncate is not None, from_left=reading.from_left, name=reading.param
+        most=most,
+        cuts=truncate is not None,
+        from_left=reading.from_left,
+        name=reading.param,
+        places=reading.places,
     )
 
 
@@ -186,9 +192,9 @@ def _fitting(
     """
     for place, ids in enumerate(inputs):
         if not ids:
-            raise InvalidRequestError(f"{limit.name} {place} is empty.", param=limit.name)
+            raise InvalidRequestError(f"{limit.place(place)} is empty.", param=limit.name)
         limit.check(len(ids), place)
-        _check_known(ids, model, f"{limit.name} {place}", limit.name)
+        _check_known(ids, model, limit.place(place), limit.name)
     if not limit.cuts or limit.most is None:
         return list(inputs)
     cut = model.tokenizer.cut

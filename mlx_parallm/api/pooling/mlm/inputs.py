@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_parallm.api.http.offload import maybe_in_thread
-from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs
+from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs, text_limit
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_mapping
@@ -90,11 +90,12 @@ async def masked_inputs(
     kept = min(rounded, model.info.vocab_size)
     inputs: list[PoolingInput] = []
     written = [with_own_mask(each, model) if isinstance(each, str) else each for each in sources]
+    limit = text_limit(model, reading)
     for number, each in enumerate(await single_inputs(written, model, task, reading)):
         places = tuple(place for place, token in enumerate(each.token_ids) if token == mask)
         if not places:
             raise InvalidRequestError(
-                f"{reading.param} {number} has no {MASK}, which may be written as "
+                f"{limit.place(number)} has no {MASK}, which may be written as "
                 f"{model.tokenizer.mask_token}.",
                 param=reading.param,
             )
