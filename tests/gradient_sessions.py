@@ -81,7 +81,7 @@ class GradientSession:
         self, loss: LossSpec, rows: Rows, divisor: float = 1.0, *, staged: bool = False
     ) -> GradientResult:
         """Add the gradient of rows to the session's; in stages if asked for."""
-        job = self._begin(loss, rows, divisor)
+        job = self.begin(loss, rows, divisor)
         assert not staged or self.session.gradients.form is GradientForm.STAGED
         while staged and job.num_stages > 1:
             job.advance()
@@ -89,13 +89,14 @@ class GradientSession:
 
     def count_stages(self, loss: LossSpec, rows: Rows) -> int:
         """Return how many stages the gradient of rows has."""
-        job, count = self._begin(loss, rows, 1.0), 1
+        job, count = self.begin(loss, rows), 1
         while job.num_stages > 1:
             job.advance()
             count += 1
         return count
 
-    def _begin(self, loss: LossSpec, rows: Rows, divisor: float) -> GradientJob:
+    def begin(self, loss: LossSpec, rows: Rows, divisor: float = 1.0) -> GradientJob:
+        """Return the gradient of rows, which is added to the session's once it is computed."""
         inputs, targets = rows
         op = GradientForward(
             model=MODEL,

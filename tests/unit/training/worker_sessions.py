@@ -75,26 +75,27 @@ class WorkerTrain:
     Attributes:
         requests: all that were run.
         fail: raised by the next request, once.
+        worker: the worker.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.requests: list[TrainingRequest] = []
         self.fail: Exception | None = None
-        self._worker = Worker()
-        self._worker.install(PoolingSpec, PoolingLoader(TrainingSessions))
+        self.worker = Worker()
+        self.worker.install(PoolingSpec, PoolingLoader(TrainingSessions))
         self.load(write_golden(folder, read_golden("bert_masked_lm")))
 
     def load(self, folder: Path) -> None:
         """Load a model anew, so that its sessions are lost."""
-        self._worker.execute(Unload(model=MODEL))
+        self.worker.execute(Unload(model=MODEL))
         config = ModelConfig(path=str(folder))
         spec = PoolingSpec(config=config, path=folder, task="auto", chosen=(), free_bytes=None)
-        self._worker.execute(Load(model=MODEL, spec=spec))
+        self.worker.execute(Load(model=MODEL, spec=spec))
 
     def execute(self, op: Op[Any]) -> Any:
         """Run one op besides those of requests."""
-        return self._worker.execute(op)
+        return self.worker.execute(op)
 
     async def __call__(self, request: TrainingRequest) -> tuple[Any, ...]:
         """See ``service.Train``."""
@@ -105,4 +106,4 @@ class WorkerTrain:
         # As with an engine, others have their turn meanwhile.
         await asyncio.sleep(0)
         ops = cast("Sequence[Op[Any]]", request.ops)
-        return tuple([self._worker.execute(op) for op in ops])
+        return tuple([self.worker.execute(op) for op in ops])
