@@ -51,7 +51,17 @@ def test_an_embedder_stays_on_rank_0(client: openai.OpenAI) -> None:
         assert batched.embedding == pytest.approx(single.embedding, abs=1e-5)
 
 
-def test_training_sessions_are_refused_in_one_sentence(world: ServerProcess) -> None:
-    answer = httpx2.post(f"{world.url}/v1/mezo/sessions", json={"model": "demo:embed"})
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/mezo/sessions", {"model": "demo:embed"}),
+        ("/v1/training/sessions", {"model": "demo:embed"}),
+        ("/v1/fine_tuning/jobs", {"model": "mlx-parallm-demo", "training_file": "file-1"}),
+    ],
+)
+def test_training_is_refused_in_one_sentence(
+    world: ServerProcess, path: str, body: dict[str, str]
+) -> None:
+    answer = httpx2.post(f"{world.url}{path}", json=body)
     assert answer.status_code == 409
     assert "mlx.launch" in answer.json()["error"]["message"]
