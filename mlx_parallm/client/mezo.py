@@ -99,9 +99,11 @@ class SessionsClient(Generic[StepT]):
 
         Args:
             model: the name of a masked language model, a classifier or a model that generates.
-            objective: of the kind "label_words", "labels", "candidates", "completion", "reward", or
-                "caller", whose losses ``ask`` and ``tell`` exchange; see docs/training.md.
-            data: rows, or the id of a file; None for the kind caller.
+            objective: of the kind "label_words", "labels", "candidates", "completion", "pairs",
+                "policy", "reward", or "caller", whose losses ``ask`` and ``tell`` exchange; see
+                docs/training.md.
+            data: rows, or the id of a file; None for the kind caller, and for policy if each step
+                brings its rows.
             **options: see ``SessionOptions``.
         """
         body = _present({"model": model, "objective": objective, "data": data, **options})

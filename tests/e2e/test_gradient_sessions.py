@@ -142,6 +142,31 @@ def test_weights_of_tokens_are_those_of_the_mean_by_default(client: httpx2.Clien
     client.delete(session)
 
 
+def test_chats_learn_what_the_assistant_wrote_with_its_weight(client: httpx2.Client) -> None:
+    def turns(said: str, first: float, last: float) -> list[dict[str, Any]]:
+        return [
+            {"role": "user", "content": "Hi."},
+            {"role": "assistant", "content": said, "weight": first},
+            {"role": "user", "content": "And?"},
+            {"role": "assistant", "content": "blue", "weight": last},
+        ]
+
+    both, last_only, other_first = (
+        {"messages": turns(said, first, last)}
+        for said, first, last in (("red", 1, 1), ("red", 0, 1), ("red", 1, 0))
+    )
+    rows = [both, last_only, other_first, {"messages": TURNS, "completion": "good"}]
+    session = begun_on(client, DEMO, "completion", rows)
+    (step,) = asked(client, f"{session}/step", batch=rows, return_losses=True)["data"]
+    ((of_both, of_last, of_first, _),) = step["losses"]
+    assert min(of_last, of_first) < of_both < max(of_last, of_first)
+    unlearnt = {"messages": turns("red", 0, 0)}
+    refusal = client.post(f"{session}/step", json={"batch": [both, unlearnt]})
+    assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "batch")
+    assert "batch 1: no assistant message" in refusal.json()["error"]["message"]
+    client.delete(session)
+
+
 @pytest.mark.parametrize(("model", "rows"), [(DEMO, [*PAIRS, OPENAI_PAIR]), ("demo:reward", PAIRS)])
 def test_what_is_chosen_comes_to_be_preferred(
     client: httpx2.Client, model: str, rows: list[Any]
@@ -202,7 +227,9 @@ BAD: list[tuple[str, str, dict[str, Any], str]] = [
     (DEMO, "completion", PAIRS[0], "is a pair, and the objective reads"),
     (DEMO, "completion", SAMPLE, "is a sample with logprobs, and the objective reads"),
     (DEMO, "completion", {"text": "a"}, "must have a completion"),
-    (DEMO, "completion", {"messages": ASKED}, "must have a completion"),
+    (DEMO, "completion", {"messages": ASKED}, "no assistant message has a weight"),
+    (DEMO, "completion", {"messages": ASKED, "weights": [1]}, "messages have a weight each"),
+    (DEMO, "completion", TEXT | {"tools": []}, "those of messages"),
     (DEMO, "completion", {"messages": [], "completion": "b"}, "messages"),
     (DEMO, "completion", {"text": "", "completion": "b"}, "text"),
     (DEMO, "completion", TEXT | {"completion": []}, "empty completion"),

@@ -9,11 +9,11 @@ from fastapi import Request
 from pydantic import ConfigDict, Field, StrictBool, StrictStr
 
 from mlx_parallm.api.chat.schema import ChatMessage
-from mlx_parallm.api.fine_tuning.conversations import conversation_input
 from mlx_parallm.api.fine_tuning.schema import AUTO, CreateJob, Hyperparameters
 from mlx_parallm.api.http.dependencies import get_client
 from mlx_parallm.api.http.forms import NullIsAbsent
 from mlx_parallm.api.http.offload import in_thread
+from mlx_parallm.api.mezo.conversations import conversation_input
 from mlx_parallm.api.mezo.prompts import completion_tokens, end_token
 from mlx_parallm.api.mezo.request import config_maker, trainable
 from mlx_parallm.api.mezo.schema import CreateSession

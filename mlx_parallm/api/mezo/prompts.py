@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from mlx_parallm.api.chat.schema import turns_of
+from mlx_parallm.api.chat.schema import ChatMessage, turns_of
 from mlx_parallm.api.http.offload import in_thread
+from mlx_parallm.api.mezo.conversations import conversation_input
 from mlx_parallm.api.mezo.rows import Row
 from mlx_parallm.api.mezo.schema import Candidates, Completion
 from mlx_parallm.api.turns.history import template_messages
@@ -65,22 +66,48 @@ def _completing(
     examples: list[Example] = []
     for number, row in enumerate(rows):
         place = row.place(number, param)
-        if row.completion is None or row.label is not None:
+        if row.label is not None:
             raise InvalidRequestError(f"{place} must have a completion, and no label.", param=param)
-        completion = completion_tokens(row.completion, end, model)
-        if not row.completion or not completion:
-            raise InvalidRequestError(f"{place} has an empty completion.", param=param)
-        if row.weights is not None and len(row.weights) != len(completion):
-            raise InvalidRequestError(
-                f"{place} has {len(row.weights)} weights for the {len(completion)} tokens of its "
-                "completion, the end token included.",
-                param=param,
-            )
-        prompt = _prompt(row, objective.template, model, place, param)
-        weights = () if row.weights is None else (tuple(row.weights),)
-        item = ChoiceInput(prompt, (completion,), averages=row.weights is None, weights=weights)
+        if row.completion is not None:
+            item = _completed(row, objective.template, end, model, place, param)
+        elif row.messages is not None:
+            item = _conversation(row, row.messages, model, place, param)
+        else:
+            raise InvalidRequestError(f"{place} must have a completion.", param=param)
         examples.append(Example(checked(item, model, place, param), 0))
     return examples
+
+
+def _completed(
+    row: Row, template: str, end: int | None, model: GenerationModel, place: str, param: str
+) -> ChoiceInput:
+    """Return a row's prompt with its completion."""
+    completion = completion_tokens(row.completion or (), end, model)
+    if not row.completion or not completion:
+        raise InvalidRequestError(f"{place} has an empty completion.", param=param)
+    if row.weights is not None and len(row.weights) != len(completion):
+        raise InvalidRequestError(
+            f"{place} has {len(row.weights)} weights for the {len(completion)} tokens of its "
+            "completion, the end token included.",
+            param=param,
+        )
+    prompt = _prompt(row, template, model, place, param)
+    weights = () if row.weights is None else (tuple(row.weights),)
+    return ChoiceInput(prompt, (completion,), averages=row.weights is None, weights=weights)
+
+
+def _conversation(
+    row: Row, messages: Sequence[ChatMessage], model: GenerationModel, place: str, param: str
+) -> ChoiceInput:
+    """Return a whole conversation, of which the assistant's messages are learnt."""
+    if row.weights is not None:
+        raise InvalidRequestError(
+            f"{place} has weights and no completion; messages have a weight each.", param=param
+        )
+    try:
+        return conversation_input(messages, row.tools, model)
+    except InvalidRequestError as problem:
+        raise InvalidRequestError(f"{place}: {problem}.", param=param) from None
 
 
 def end_token(model: GenerationModel) -> int | None:
@@ -129,7 +156,7 @@ def _prompt(
         if row.messages is None:
             return tuple(model.tokenizer.encode(template.replace(TEXT, row.text or "")))
         turns = template_messages(turns_of(row.messages), id_length=model.call_id_length)
-        return tuple(model.tokenizer.encode_chat(turns))
+        return tuple(model.tokenizer.encode_chat(turns, tools=row.tools))
     except InvalidRequestError as problem:
         raise InvalidRequestError(f"{place}: {problem}", param=param) from None
 

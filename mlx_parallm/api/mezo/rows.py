@@ -49,11 +49,14 @@ class Row(AtPlace):
     messages: list[ChatMessage] | None = Field(
         None, min_length=1, description="A conversation, for models with a chat template."
     )
+    tools: list[dict[str, Any]] | None = Field(
+        None, description="Tools of the messages, which the chat template writes."
+    )
     label: StrictStr | StrictInt | None = Field(None, description="The label's name, or its index.")
     completion: StrictStr | list[StrictInt] | None = Field(
         None,
         description="How the text goes on, for the objective completion; token ids stay as they "
-        "are, without an end token.",
+        "are, without an end token. Messages need none: those of the assistant are learnt.",
     )
     weights: list[Loss] | None = Field(
         None,
@@ -68,6 +71,8 @@ class Row(AtPlace):
     def _has_one(self) -> Self:
         if [self.text, self.token_ids, self.messages].count(None) != 2:
             raise ValueError("a row has one of text, token_ids and messages")
+        if self.tools is not None and self.messages is None:
+            raise ValueError("tools are those of messages")
         return self
 
     def label_index(self, names: Sequence[str], place: str, param: str) -> int:

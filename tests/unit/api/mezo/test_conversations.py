@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from mlx_parallm.api.chat.schema import ChatMessage
-from mlx_parallm.api.fine_tuning.conversations import conversation_input
+from mlx_parallm.api.mezo.conversations import conversation_input
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.errors import InvalidRequestError
