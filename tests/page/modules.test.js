@@ -14,7 +14,7 @@ const { niceMax, runsOf } = await import(at("chart.js"));
 const { isSpecial, levelOf, tokenText } = await import(at("logprobs.js"));
 const { amount, percent, seconds } = await import(at("format.js"));
 const { generates, sees, translates } = await import(at("models.js"));
-const { hitsOf, lossOf, stepRate, stepsText, withCount } = await import(at("sessions.js"));
+const { hitsOf, lossOf, pointOf, stepRate, stepsText, withCount } = await import(at("sessions.js"));
 const { Api } = await import(at("api.js"));
 const { keepChat, keptChat } = await import(at("kept.js"));
 const { pretty } = await import(at("tools.js"));
@@ -288,6 +288,12 @@ test("without such places nothing is shown of them", () => {
 test("a session's loss, hits and steps are of what is known", () => {
   assert.equal(lossOf(null), null);
   assert.equal(lossOf({ loss_plus: 0.5, loss_minus: 0.25 }), 0.375);
+  assert.equal(lossOf({ loss: -0.5, norm: 1 }), -0.5);
+  const points = [pointOf({ step: 3, loss: 2, validation_loss: null })];
+  points.push(pointOf({ step: 4, loss: 2, validation_loss: 3 }, points.at(-1)));
+  points.push(pointOf({ step: 5, loss: 1, validation_loss: null }, points.at(-1)));
+  assert.deepEqual(points.map(({ values }) => values), [[2, null], [2, 3], [1, 3]]);
+  assert.deepEqual(points.map(({ timeS }) => timeS), [3, 4, 5]);
   assert.equal(hitsOf({ totals: { hits: 0, lookups: 0 } }), null);
   assert.equal(hitsOf({ totals: { hits: 3, lookups: 4 } }), 0.75);
   assert.equal(stepsText({ step: 12, until: 40 }), "12 of 40");

@@ -21,7 +21,7 @@ export function niceMax(value) {
 }
 
 /** The runs of a line's points that have a value, as lists of `[x, y]` in the drawing. */
-export function runsOf(points, index, fromS, toS, max) {
+export function runsOf(points, index, fromS, toS, max, min = 0) {
   const runs = [[]];
   for (const { timeS, values } of points) {
     const value = values[index];
@@ -30,7 +30,7 @@ export function runsOf(points, index, fromS, toS, max) {
       continue;
     }
     const x = ((timeS - fromS) / (toS - fromS)) * WIDTH;
-    const y = HEIGHT - (Math.min(value, max) / max) * HEIGHT;
+    const y = ((max - Math.min(value, max)) / (max - min)) * HEIGHT;
     runs.at(-1).push([x.toFixed(1), y.toFixed(1)]);
   }
   return runs.filter((run) => run.length > 0);
@@ -103,8 +103,10 @@ export class Chart {
     this.nowS = nowS;
     const values = points.flatMap((point) => point.values).filter((value) => value !== null);
     const max = this.max ?? niceMax(Math.max(0, ...values));
+    const least = Math.min(0, ...values);
+    const min = least < 0 ? -niceMax(-least) : 0;
     const fromS = nowS - this.spanS;
-    const lines = this.paths.map((_, i) => runsOf(points, i, fromS, nowS, max));
+    const lines = this.paths.map((_, i) => runsOf(points, i, fromS, nowS, max, min));
     this.paths.forEach((path, i) => path.setAttribute("d", lines[i].map(lineOf).join("")));
     this.area.setAttribute("d", lines[0].map(areaOf).join(""));
     setText(this.top, this.format(max));

@@ -13,9 +13,15 @@ const RATE_SPAN_S = 10;
 const NONE = [401, 403, 404, 409];
 const NAMES = ["Session", "Model", "Status", "Steps", "Steps/s", "Loss", "Prefix hits", "Latest losses"];
 
-/** The mean of a step's losses at both signs; null before the first step. */
+/** The loss of a step, or the mean of its losses at both signs; null before the first step. */
 export function lossOf(step) {
-  return step ? (step.loss_plus + step.loss_minus) / 2 : null;
+  if (!step) return null;
+  return step.loss ?? (step.loss_plus + step.loss_minus) / 2;
+}
+
+/** What is drawn of a step after another one: its loss, and the latest loss of validation data. */
+export function pointOf(step, before) {
+  return { timeS: step.step, values: [lossOf(step), step.validation_loss ?? before?.values[1] ?? null] };
 }
 
 /** The share of texts that the prefix cache had; null if none was looked up. */
@@ -57,8 +63,9 @@ class SessionRow {
     this.counts = [];
     this.chart = new Chart({
       title: `Loss of ${session.id}`,
-      hint: "Mean of both signs' losses",
-      lines: ["loss"],
+      hint: "Loss of a step (with MeZO the mean of both signs), and of validation data",
+      // Sessions with checkpoints take gradients, and those alone have validation data.
+      lines: session.checkpoints ? ["loss", "validation"] : ["loss"],
       format: loss,
       spanS: CURVE_STEPS,
       when: {
@@ -104,7 +111,7 @@ class SessionRow {
     if (session.step === known) return;
     const after = Math.max(known, session.step - CURVE_STEPS);
     for await (const step of api.steps(this.id, after, session.step, AbortSignal.timeout(TIMEOUT_MS))) {
-      points.push({ timeS: step.step, values: [lossOf(step)] });
+      points.push(pointOf(step, points.at(-1)));
     }
     this.points = points.filter(({ timeS }) => timeS > session.step - CURVE_STEPS);
     this.chart.spanS = Math.max(1, this.points.length - 1);
