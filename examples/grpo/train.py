@@ -9,11 +9,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from examples.grpo.loop import Loop, Step, TrainerThread
+from examples.grpo.loop import Loop, Step
 from examples.grpo.plot import plot_run
-from examples.grpo.trainer import Settings, Trainer
+from examples.grpo.policies import OwnPolicy, Policy, ServedPolicy
+from examples.grpo.trainer import Settings
 from mlx_parallm.client import ClientError, RLClient
-from mlx_parallm.demo_models.folders import DEMO_FOLDER
+from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_NAME
 
 
 def describe(step: Step) -> str:
@@ -36,7 +37,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address")
     parser.add_argument("--api-key", help="its admin key, if it has one")
     parser.add_argument(
-        "--model", type=Path, default=DEMO_FOLDER, help="folder of the served model"
+        "--on-server", action="store_true", help="train in the server, on its copy of the model"
+    )
+    parser.add_argument(
+        "--model", help="folder of the served model; with --on-server its name (default: embedded)"
     )
     parser.add_argument("--adapter", default="policy", help="the policy's name on the server")
     parser.add_argument("--steps", type=int, default=40)
@@ -55,22 +59,30 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="draw the rewards as SVG")
     for name, value in asdict(Settings()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.on_server and options.sleep:
+        parser.error("a server that trains cannot sleep: leave --sleep out")
+    if options.model is None:
+        options.model = DEMO_NAME if options.on_server else str(DEMO_FOLDER)
+    return options
 
 
 async def main(options: argparse.Namespace) -> None:
     """Run the loop and write the log and the plot."""
     settings = Settings(**{name: getattr(options, name) for name in asdict(Settings())})
-    trainer = TrainerThread(lambda: Trainer(options.model, settings, seed=options.seed))
     steps = []
-    try:
-        async with RLClient(options.url, api_key=options.api_key) as client:
-            await client.wait_until_ready()
-            async for step in Loop(client, trainer, options).steps():
+    async with RLClient(options.url, api_key=options.api_key) as client:
+        await client.wait_until_ready()
+        if options.on_server:
+            policy: Policy = await ServedPolicy.begin(client, options, settings)
+        else:
+            policy = OwnPolicy(client, options, settings)
+        try:
+            async for step in Loop(client, policy, options).steps():
                 steps.append(step)
                 print(describe(step), flush=True)
-    finally:
-        trainer.close()
+        finally:
+            await policy.close()
     if options.log:
         options.log.write_text("".join(json.dumps(asdict(step)) + "\n" for step in steps))
     if options.plot:

@@ -7,7 +7,7 @@ clipped one (https://arxiv.org/abs/1707.06347), token by token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -26,6 +26,8 @@ Batch = dict[str, mx.array]
 
 # ALL_LAYERS: mlx-lm's value for all layers.
 ALL_LAYERS = -1
+# BETAS: decay of Adam's moments.
+BETAS = (0.9, 0.99)
 # LENGTH_STEP: rows are padded to a multiple of this, so that few shapes occur.
 LENGTH_STEP = 8
 
@@ -78,6 +80,18 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
     return [float(value) for value in (values - values.mean()) / (values.std() + 1e-4)]
 
 
+def minibatches(
+    samples: Sequence[TrainingSample], settings: Settings, order: Random
+) -> Iterator[list[TrainingSample]]:
+    """Yield the samples of each step of the optimizer, in an order drawn for each epoch."""
+    # A group with equal rewards has no gradient.
+    useful = [sample for sample in samples if sample.advantage]
+    for _ in range(settings.epochs):
+        order.shuffle(useful)
+        for begin in range(0, len(useful), settings.minibatch):
+            yield useful[begin : begin + settings.minibatch]
+
+
 class Trainer:
     """A frozen base model, a LoRA on all its linear layers, and an optimizer."""
 
@@ -92,7 +106,7 @@ class Trainer:
         self.model.freeze()
         self._lora = {"rank": settings.rank, "scale": settings.scale, "dropout": 0.0}
         linear_to_lora_layers(self.model, ALL_LAYERS, self._lora)
-        self._optimizer = optim.Adam(settings.learning_rate, betas=[0.9, 0.99])
+        self._optimizer = optim.Adam(settings.learning_rate, betas=list(BETAS))
         self._loss_and_grad = nn.value_and_grad(self.model, self._loss)
 
     def adapter(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -108,14 +122,8 @@ class Trainer:
             Figures as means over the optimizer's steps, and ``mismatch``, the largest difference
             between the server's and the trainer's log-probabilities before the first step.
         """
-        # A group with equal rewards has no gradient.
-        useful = [sample for sample in samples if sample.advantage]
-        size = self._settings.minibatch
-        measured = []
-        for _ in range(self._settings.epochs):
-            self._order.shuffle(useful)
-            for begin in range(0, len(useful), size):
-                measured.append(self._step(make_batch(useful[begin : begin + size])))
+        parts = minibatches(samples, self._settings, self._order)
+        measured = [self._step(make_batch(part)) for part in parts]
         if not measured:
             return {}
         means = {name: sum(step[name] for step in measured) / len(measured) for name in measured[0]}

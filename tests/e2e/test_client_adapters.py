@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import httpx2
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -208,3 +209,16 @@ def test_the_example_lets_the_server_sleep(live_server: ServerProcess, tmp_path:
     steps = run_example(live_server, tmp_path, "--steps", "2", "--sleep")
     assert [step["versions"] for step in steps] == [["0"], ["1"]]
     assert steps[1]["mismatch"] < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--in-flight",), ("--kl", "0.02", "--epochs", "2")])
+def test_the_example_trains_the_server_itself(
+    live_server: ServerProcess, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    steps = run_example(live_server, tmp_path, "--steps", "3", "--on-server", *flags)
+    assert steps[0]["versions"] == ["0"]
+    # The session computes the policy that has sampled, of its first step and of its second.
+    assert steps[0]["mismatch"] < 1e-4
+    assert "--in-flight" in flags or steps[2]["mismatch"] < 1e-4
+    assert httpx2.get(f"{live_server.url}/v1/training/sessions").json()["data"] == []
