@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_parallm.art.backend import MLXParallmBackend, Trainer, TrainJob
+from mlx_parallm.art.backend import MLXParallmBackend
 from mlx_parallm.art.config import DeviceConfig, ServerConfig, WeightSync
 from mlx_parallm.art.server import (
     BackendError,
@@ -10,14 +10,17 @@ from mlx_parallm.art.server import (
     ServerStartError,
     UnservedStepError,
 )
+from mlx_parallm.art.training import ServerAddress, ServerTrainer, Trainer, TrainJob
 
 __all__ = [
     "BackendError",
     "CheckpointError",
     "DeviceConfig",
     "MLXParallmBackend",
+    "ServerAddress",
     "ServerConfig",
     "ServerStartError",
+    "ServerTrainer",
     "TrainJob",
     "Trainer",
     "UnservedStepError",

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from mlx_parallm.art.config import DeviceConfig, ServerConfig
+from mlx_parallm.art.config import DeviceConfig, ServerConfig, WeightSync
 from mlx_parallm.art.server import BackendError
 from mlx_parallm.art.serving import Address, ServedPolicy
+from mlx_parallm.art.training import ServerTrainer, Trainer, TrainJob
 from mlx_parallm.confinement import is_spelled
 from mlx_parallm.types.errors import ConfigError
 
@@ -62,14 +62,18 @@ class MLXParallmBackend:
             server_config: how servers are started and updated.
 
         Raises:
-            ConfigError: an index is none, or is named beside a ``device_config``.
+            ConfigError: an index is none, or is named beside a ``device_config``; or whole models
+                are to be served, and the trainer writes adapters.
         """
         named = DeviceConfig(inference_device=inference_device, training_devices=training_devices)
         if device_config is not None and named != DeviceConfig():
             raise ConfigError("Name devices by device_config or by themselves, not by both.")
         self._trainer = trainer
+        self._trains_server = isinstance(trainer, ServerTrainer)
         self._path = Path(path).resolve()
         self._config = server_config or ServerConfig()
+        if self._trains_server and self._config.weight_sync_method is WeightSync.DISK:
+            raise ConfigError("ServerTrainer writes adapters: weight_sync_method cannot be disk.")
         self._devices = (device_config or named).resolved(num_engines=self._config.num_devices)
         self._policies: dict[Path, ServedPolicy] = {}
 
@@ -170,6 +174,8 @@ class MLXParallmBackend:
     async def _train(
         self, kind: Any, model: Any, data: Iterable[Any], options: Mapping[str, Any]
     ) -> tuple[int, Mapping[str, float]]:
+        policy = self._policy(model)
+
         async def train(step: int, previous: Path | None, target: Path) -> Mapping[str, float]:
             job = TrainJob(
                 kind=kind,
@@ -180,10 +186,11 @@ class MLXParallmBackend:
                 target=target,
                 devices=self._devices.training,
                 options=options,
+                server=policy.server,
             )
             return await self._trainer(job)
 
-        return await self._policy(model).train(train)
+        return await policy.train(train, on_server=self._trains_server)
 
     def _policy(self, model: Any) -> ServedPolicy:
         folder = self._folder(model)
@@ -198,36 +205,3 @@ class MLXParallmBackend:
     def _folder(self, model: Any) -> Path:
         """Return a model's folder in ART's layout."""
         return self._path / model.project / "models" / model._storage_name()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainJob:
-    """One step of training.
-
-    Attributes:
-        kind: "rl" for groups of trajectories with rewards, "sft" for trajectories to imitate.
-        model: ART's model.
-        data: ART's trajectory groups, or trajectories.
-        step: the number of this step.
-        previous: the previous step's checkpoint; None before the first step.
-        target: an empty folder for the checkpoint: an adapter of PEFT or mlx-lm, or a whole model.
-        devices: indices of the devices to train on.
-        options: further arguments of ``backend.train``, or the configuration of SFT.
-    """
-
-    kind: Literal["rl", "sft"]
-    model: Any
-    data: Sequence[Any]
-    step: int
-    previous: Path | None
-    target: Path
-    devices: tuple[int, ...]
-    options: Mapping[str, Any]
-
-
-class Trainer(Protocol):
-    """Trains one step and writes its checkpoint."""
-
-    async def __call__(self, job: TrainJob) -> Mapping[str, float]:
-        """Return the metrics of the step, such as its loss."""
-        ...

@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 from mlx_parallm.art.config import Devices, ServerConfig, WeightSync
 from mlx_parallm.art.interpreter import server_python
 from mlx_parallm.art.server import BackendError, CheckpointError, ManagedServer, UnservedStepError
+from mlx_parallm.art.training import ServerAddress
 from mlx_parallm.client import RequestFailedError
 from mlx_parallm.client.transport import Transport
 from mlx_parallm.machine import VISIBLE, count_cuda_devices
@@ -56,7 +57,7 @@ class ServedPolicy:
         Args:
             name: the model's name in requests.
             base_model: hub id or folder of the model to train.
-            folder: the folder for checkpoints and logs.
+            folder: the folder for checkpoints, logs and the server's data.
             config: how it is served and updated.
             devices: the devices, resolved on this machine.
         """
@@ -64,6 +65,7 @@ class ServedPolicy:
         self.checkpoints = Checkpoints(folder)
         self._base_model = base_model
         self._log = folder / "logs" / "mlx_parallm.log"
+        self._data = folder / "data"
         self._config = config
         self._devices = devices
         self._address = Address()
@@ -84,6 +86,13 @@ class ServedPolicy:
         if self._server is None:
             raise BackendError(f"{self.name} is not served: call start first.")
         return self._server.url
+
+    @property
+    def server(self) -> ServerAddress | None:
+        """Its server's address and key; None while no server runs."""
+        if self._server is None:
+            return None
+        return ServerAddress(self._server.url, self._address.api_key)
 
     def inference_name(self, step: int | None = None) -> str:
         """Return the model name for requests to a step, the latest by default.
@@ -113,16 +122,19 @@ class ServedPolicy:
         async with self._lock:
             await self._stop()
 
-    async def train(self, train: Train) -> tuple[int, Mapping[str, float]]:
+    async def train(
+        self, train: Train, *, on_server: bool = False
+    ) -> tuple[int, Mapping[str, float]]:
         """Train one step and serve it; return the step and its metrics.
 
-        On its own device the trainer works while requests run. On the server's device the server
-        frees its memory before training. If training fails, the previous step stays served.
+        On its own device the trainer works while requests run, and so does one that trains
+        ``on_server``. On the server's device the server frees its memory before training. If
+        training fails, the previous step stays served.
         """
         async with self._lock:
             step = self.checkpoints.latest() + 1
             previous = self.checkpoints.folder(step - 1)
-            async with self._room():
+            async with nullcontext() if on_server else self._room():
                 with self.checkpoints.writing(step) as target:
                     metrics = await train(step, previous, target)
                     self._check(target)
@@ -225,6 +237,8 @@ class ServedPolicy:
             *model_flags,
             *("--served-model-name", *names),
             *("--allowed-adapter-roots", str(self.checkpoints.root)),
+            # A data folder serves one server at a time, and the default one is the user's.
+            *("--data-dir", str(self._data)),
             *self._config.to_flags(),
         ]
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx2
 import mlx.core as mx
 import pytest
 
+from mlx_parallm.art.backend import MLXParallmBackend
 from mlx_parallm.art.config import Devices, ServerConfig, WeightSync
-from mlx_parallm.art.server import CheckpointError, UnservedStepError
+from mlx_parallm.art.server import BackendError, CheckpointError, UnservedStepError
 from mlx_parallm.art.serving import EMBEDDED_MODEL, Address, ServedPolicy
+from mlx_parallm.art.training import ServerTrainer, TrainJob
 from mlx_parallm.client import RequestFailedError
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
+from mlx_parallm.types.errors import ConfigError
 from tests.adapter_files import save
 
 pytestmark = pytest.mark.slow
@@ -190,3 +195,170 @@ async def test_split_mode(trainee: Trainee) -> None:
     assert await trainee.answer() == pytest.approx(first, abs=1e-4)
     log = json.dumps((policy.checkpoints.root.parent / "logs" / "mlx_parallm.log").read_text())
     assert KEY not in log
+
+
+def choice_of(answer: dict[str, Any]) -> SimpleNamespace:
+    """Return the choice of a chat, with the fields that OpenAI's client gives it."""
+    return json.loads(json.dumps(answer), object_hook=lambda fields: SimpleNamespace(**fields))
+
+
+class Agent:
+    """Rolls out and trains by a backend, as ART does, with stand-ins of ART's types."""
+
+    def __init__(self, folder: Path, method: WeightSync = WeightSync.LORA) -> None:
+        config = ServerConfig(
+            weight_sync_method=method,
+            context_length=256,
+            mem_fraction_static=0.02,
+            server_timeout=NEVER_S,
+            flags=FLAGS,
+        )
+        self.trainer = ServerTrainer(rank=4, learning_rate=1e-3, minibatch=4)
+        self.backend = MLXParallmBackend(
+            self.trainer,
+            path=folder,
+            inference_device=0,
+            training_devices=[0],
+            server_config=config,
+        )
+        self.model = SimpleNamespace(
+            name="policy",
+            project="p",
+            base_model=EMBEDDED_MODEL,
+            trainable=True,
+            _storage_name=lambda: "run-1",
+        )
+        self.policy = self.backend._policy(self.model)
+
+    async def ask(self, path: str, body: object = None) -> Any:
+        async with httpx2.AsyncClient(timeout=None) as client:
+            answer = await client.request(
+                "POST" if body else "GET", self.policy.url + path, json=body
+            )
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def group(self, *, exact: bool = True) -> list[SimpleNamespace]:
+        """Return a group of trajectories of which the longest answers are the best."""
+        messages = [{"role": "user", "content": "SUM 381 563"}]
+        answer = await self.ask(
+            "/v1/chat/completions",
+            {
+                "model": self.policy.inference_name(),
+                "messages": messages,
+                "n": 4,
+                "seed": 3,
+                "max_tokens": 6,
+                "logprobs": True,
+                "return_token_ids": True,
+                "return_tokens_as_token_ids": True,
+            },
+        )
+        trajectories = []
+        for number, choice in enumerate(answer["choices"]):
+            choice["prompt_token_ids"] = answer["prompt_token_ids"]
+            if not exact:
+                del choice["prompt_token_ids"], choice["token_ids"]
+            trajectories.append(
+                SimpleNamespace(
+                    messages_and_choices=[*messages, choice_of(choice)],
+                    tools=None,
+                    reward=float(number),
+                )
+            )
+        return trajectories
+
+    async def sessions(self) -> list[dict[str, Any]]:
+        return (await self.ask("/v1/training/sessions"))["data"]
+
+
+@pytest.fixture
+async def agent(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Agent]:
+    agent = Agent(tmp_path, getattr(request, "param", WeightSync.LORA))
+    await agent.policy.start(Address())
+    yield agent
+    await agent.backend.close()
+
+
+@pytest.mark.parametrize("agent", [WeightSync.LORA, WeightSync.RESTART], indirect=True)
+async def test_the_server_is_trained_while_it_serves(agent: Agent) -> None:
+    served: list[int] = []
+
+    async def serving(job: TrainJob) -> Mapping[str, float]:
+        metrics = await agent.trainer(job)
+        served.append(len(await agent.group()))
+        return metrics
+
+    agent.backend._trainer = serving
+    for step, exact in ((1, True), (2, False)):
+        # Prompts without tokens are written by the server as it has written them before.
+        group = await agent.group(exact=exact)
+        made, metrics = await agent.backend._train("rl", agent.model, [group], {})
+        assert made == step == agent.policy.step
+        assert metrics["ratio"] == pytest.approx(1.0, abs=1e-4)
+        assert (metrics["samples"], metrics["reward"]) == (4.0, 1.5)
+        assert agent.policy.inference_name() == f"policy@{step}"
+    assert served == [4, 4]
+    (session,) = await agent.sessions()
+    assert (session["step"], session["config"]["objective"]["kind"]) == (2, "policy")
+    assert (agent.policy.checkpoints.folder(2) / "adapter_config.json").is_file()  # type: ignore[operator]
+
+
+async def test_a_step_that_failed_is_not_learnt(agent: Agent) -> None:
+    await agent.backend._train("rl", agent.model, [await agent.group()], {})
+    (before,) = await agent.sessions()
+    before_training = await agent.group()
+
+    async def fail(job: TrainJob) -> Mapping[str, float]:
+        await agent.trainer(job)
+        raise ZeroDivisionError
+
+    own, agent.backend._trainer = agent.backend._trainer, fail
+    with pytest.raises(ZeroDivisionError):
+        await agent.backend._train("rl", agent.model, [before_training], {})
+    agent.backend._trainer = own
+    _, metrics = await agent.backend._train("rl", agent.model, [before_training], {})
+    # The policy that sampled is trained, by another session than the one that went on.
+    assert metrics["ratio"] == pytest.approx(1.0, abs=1e-4)
+    (after,) = await agent.sessions()
+    assert (after["id"] != before["id"], after["config"]["adapter"]) == (True, "policy@1")
+
+
+async def test_the_server_imitates_trajectories_and_goes_on_with_rewards(agent: Agent) -> None:
+    config = SimpleNamespace(learning_rate=[1e-3, 2e-3], batch_size=2, assistant_turns="last")
+    data = await agent.group()
+    _, first = await agent.backend._train("sft", agent.model, data, {"config": config})
+    _, second = await agent.backend._train("sft", agent.model, data, {"config": config})
+    assert second["loss"] < first["loss"]
+    _, metrics = await agent.backend._train("rl", agent.model, [await agent.group()], {})
+    assert metrics["ratio"] == pytest.approx(1.0, abs=1e-4)
+    (session,) = await agent.sessions()
+    assert session["config"]["objective"]["kind"] == "policy"
+
+
+async def test_what_cannot_be_learnt_says_why(agent: Agent) -> None:
+    group = await agent.group()
+    for trajectory in group:
+        trajectory.messages_and_choices[-1].logprobs = None
+    with pytest.raises(BackendError, match="logprobs=True"):
+        await agent.backend._train("rl", agent.model, [group], {})
+    group = await agent.group()
+    with pytest.raises(BackendError, match="no option loss_fn"):
+        await agent.backend._train("rl", agent.model, [group], {"loss_fn": "ppo"})
+    for trajectory in group:
+        trajectory.reward = 1.0
+    # Equal rewards teach nothing, and the step is the same policy.
+    step, metrics = await agent.backend._train("rl", agent.model, [group], {})
+    assert (step, metrics) == (1, {"reward": 1.0, "samples": 0.0})
+
+
+async def test_a_server_that_trains_has_adapters(tmp_path: Path) -> None:
+    config = ServerConfig(weight_sync_method=WeightSync.DISK)
+    with pytest.raises(ConfigError, match="writes adapters"):
+        MLXParallmBackend(ServerTrainer(), path=tmp_path, server_config=config)
+    backend = MLXParallmBackend(ServerTrainer(), path=tmp_path)
+    model: Any = SimpleNamespace(
+        name="policy", project="p", base_model="m", trainable=True, _storage_name=lambda: "r"
+    )
+    with pytest.raises(BackendError, match="register the model first"):
+        await backend._train("rl", model, [], {})
