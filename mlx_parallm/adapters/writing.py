@@ -18,6 +18,9 @@ from mlx_parallm.types.errors import InvalidRequestError
 
 Format = Literal["peft", "mlx"]
 CONFIG = "adapter_config.json"
+# PEFT_HEADS: modules that PEFT saves whole with every classifier. It refuses adapters that name a
+# layer in them.
+PEFT_HEADS = ("classifier", "score")
 # TIME: of files in an archive, so that equal adapters give equal archives.
 TIME = (1980, 1, 1, 0, 0, 0)
 
@@ -76,8 +79,18 @@ def _peft(adapter: AdapterWeights, scale: float) -> tuple[dict[str, Any], dict[s
         "task_type": adapter.task_type,
     }
     if adapter.saved:
-        config["modules_to_save"] = sorted({name.split(".")[0] for name in adapter.saved})
+        config["modules_to_save"] = sorted(set(map(_module_to_save, adapter.saved)))
     return config, tensors
+
+
+def _module_to_save(name: str) -> str:
+    """Return the module to be named for a parameter of a head: its layer, if that may be.
+
+    More than the layer would be replaced by what is no part of the adapter: the trunk, for a pooler
+    in it.
+    """
+    head = name.partition(".")[0]
+    return head if head in PEFT_HEADS else name.rpartition(".")[0]
 
 
 def _mlx(adapter: AdapterWeights, scale: float) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:

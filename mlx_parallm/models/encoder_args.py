@@ -28,6 +28,7 @@ class EncoderArgs:
     Attributes:
         architectures: Hugging Face's class names; the first one decides the head.
         num_labels: number of a classifier's labels; from ``id2label`` if the config has it.
+        initializer_range: standard deviation of the weights of new layers.
         tie_word_embeddings: the decoder of a masked LM is the table of word embeddings.
         add_pooling_layer: True if the checkpoint of a bare model has a pooler. It is Hugging
             Face's constructor argument and not in their files; the loader sets it from the weights.
@@ -35,6 +36,7 @@ class EncoderArgs:
 
     architectures: list[str] | None = None
     num_labels: int = 2
+    initializer_range: float = 0.02
     tie_word_embeddings: bool = True
     add_pooling_layer: bool = True
     vocab_size: int = 30522

@@ -6,7 +6,7 @@ RoBERTa's the hidden states (Liu et al., 2019, arXiv:1907.11692).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -263,6 +263,11 @@ class EncoderModel(nn.Module):
     def token_logits(self, hidden: mx.array) -> mx.array:
         """Return logits ``[..., labels]`` of ``[..., D]``."""
         return self["classifier"](hidden)
+
+    def first_weight(self, path: str, shape: Sequence[int], key: mx.array) -> mx.array:
+        """Return the weight of a new linear layer of a head, drawn as transformers draws it."""
+        del path
+        return self.args.initializer_range * mx.random.normal(shape, key=key)
 
     def sanitize(self, weights: Weights) -> Weights:
         """Return the weights under the names of this model's parameters."""

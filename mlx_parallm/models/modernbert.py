@@ -5,6 +5,8 @@ Names of parameters are those of Hugging Face's checkpoints.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -31,6 +33,7 @@ class ModelArgs(EncoderArgs):
     """
 
     vocab_size: int = 50368
+    initializer_cutoff_factor: float | None = 2.0
     intermediate_size: int = 1152
     num_hidden_layers: int = 22
     hidden_activation: str = "gelu"
@@ -219,6 +222,15 @@ class Model(EncoderModel):
         weights = weights.astype(mx.float32)[..., None]
         mean = (hidden.astype(mx.float32) * weights).sum(axis=1) / weights.sum(axis=1)
         return self.classifier(self.head(mean.astype(hidden.dtype)))
+
+    @override
+    def first_weight(self, path: str, shape: Sequence[int], key: mx.array) -> mx.array:
+        args = self.args
+        deviation = args.initializer_range / math.sqrt(2 * args.num_hidden_layers)
+        if path == "classifier":
+            deviation = args.hidden_size**-0.5
+        most = args.initializer_cutoff_factor or 3.0
+        return deviation * mx.random.truncated_normal(-most, most, shape, key=key)
 
     @override
     def token_logits(self, hidden: mx.array) -> mx.array:

@@ -244,7 +244,8 @@ class OfflineSession:
     async def _examples(self, rows: Sequence[AnyRow], param: str) -> list[Example]:
         objective = OBJECTIVES.validate_python(self._session.config.objective)
         assert not isinstance(objective, Caller | Reward), "these need a server"
-        model = model_for(self._engine(), objective)
+        makes_head = self._session.config.trainable.makes_head
+        model = model_for(self._engine(), objective, makes_head=makes_head)
         return await examples_of(rows, objective, model, param)
 
     async def _send(self, model: str, session: str, ops: tuple[TrainingOp, ...]) -> tuple[Any, ...]:
@@ -326,7 +327,7 @@ def _create(engine: OfflineEngine, folder: Path, fields: Mapping[str, Any], max_
         if not isinstance(objective, Policy):
             raise InvalidRequestError("data is missing.", param="data")
         rows = []
-    model = model_for(engine, objective)
+    model = model_for(engine, objective, makes_head=body.makes_head)
     check_template(objective, model)
     settings, adapters = body, engine.client.control.adapters()
     body, start = engine.call(
@@ -340,11 +341,16 @@ def _create(engine: OfflineEngine, folder: Path, fields: Mapping[str, Any], max_
     SessionFiles.create(folder, config, SessionState(), encoded(examples), start).close()
 
 
-def model_for(engine: OfflineEngine, objective: Measured) -> PoolingModel | GenerationModel:
-    """Return the model of a session; raise InvalidRequestError if it cannot do what is learnt."""
+def model_for(
+    engine: OfflineEngine, objective: Measured, *, makes_head: bool
+) -> PoolingModel | GenerationModel:
+    """Return the model of a session; raise InvalidRequestError if it cannot do what is learnt.
+
+    ``makes_head``: see ``TrainableSpec``.
+    """
     model = engine.model
     if isinstance(objective, Pairs) and isinstance(model, PoolingModel):
-        return with_score(check_tasks(model, model.names[0], ("classify",)))
+        return with_score(model, makes_head=makes_head)
     if isinstance(objective, OfPrompts | Pairs | Policy):
         if not isinstance(model, GenerationModel):
             raise InvalidRequestError(f"{model.names[0]} cannot generate.", param="objective")

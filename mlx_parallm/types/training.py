@@ -53,6 +53,7 @@ class TrainableSpec:
         init: where the first factors come from.
         paths: exact paths of linear layers, in place of ``targets``; empty: none.
         trains_head: True to train the model's classification head too, from its weights.
+        makes_head: True to train a new head of one label, in place of the model's.
     """
 
     targets: tuple[str, ...] = ()
@@ -64,6 +65,7 @@ class TrainableSpec:
     seed: int = 0
     init: FirstFactors = FirstFactors.RANDOM
     trains_head: bool = False
+    makes_head: bool = False
     paths: tuple[str, ...] = ()
 
 

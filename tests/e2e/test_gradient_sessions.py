@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import re
 import socket
+import zipfile
 from collections.abc import Iterator
+from itertools import chain
+from statistics import fmean
 from typing import Any
 
 import httpx2
@@ -71,6 +76,11 @@ def test_what_a_session_learns_is_served(client: httpx2.Client) -> None:
 
 
 CANDIDATES = {"kind": "candidates", "candidates": {"good": " a", "bad": " b"}}
+OF_PAIRS = {
+    "objective": {"kind": "pairs"},
+    "data": [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4,
+    "batch_size": 4,
+}
 REWARD = {"kind": "reward", "reward_model": {"model": "demo:sentiment"}}
 
 
@@ -94,6 +104,11 @@ REWARD = {"kind": "reward", "reward_model": {"model": "demo:sentiment"}}
         ({"estimator": {"checkpoint_every": 0}}, "estimator"),
         ({"estimator": {"weight_decay": 1000}}, "estimator.weight_decay"),
         ({"batch_size": 9}, "batch_size"),
+        ({"trainable": {"head": "reward"}}, "trainable.head"),
+        ({"trainable": {"head": "score"}}, "trainable"),
+        ({"trainable": {"head": 1}}, "trainable"),
+        ({"model": DEMO, "trainable": {"head": "reward"}} | OF_PAIRS, "trainable.head"),
+        ({"model": "demo:reward", "trainable": {"head": "reward"}} | OF_PAIRS, "trainable.head"),
     ],
 )
 def test_bad_input_is_refused_by_name(
@@ -183,6 +198,45 @@ def test_what_is_chosen_comes_to_be_preferred(
     assert after["loss"] < before["loss"]
     assert after["accuracy"] == 1.0
     client.delete(session)
+
+
+@pytest.mark.parametrize("model", [MODEL, "demo:sentiment"])
+def test_a_model_without_a_score_becomes_a_reward_model(client: httpx2.Client, model: str) -> None:
+    texts = [f"the {thing} was {{}}." for thing in ("tea", "soup", "film", "book")]
+    pairs = [{"chosen": text.format("great"), "rejected": text.format("bad")} for text in texts]
+    body = {"model": model, "objective": {"kind": "pairs"}, "data": pairs, "batch_size": 4}
+    options: dict[str, Any] = body | {"trainable": TOP | {"head": "reward"}}
+    session = begin(client, **options)
+    asked(client, f"{session}/step", steps=20)
+    trained = asked(client, f"{session}/evaluate", data=pairs)
+    assert trained["accuracy"] == 1.0
+    asked(client, f"{session}/publish", name="critic")
+    assert rewards(client, pairs) == pytest.approx(trained["loss"], abs=1e-4)
+    text = pairs[0]["chosen"]
+    (row,) = asked(client, "/v1/classifications", model="critic", input=[text])["data"]
+    (entry,) = asked(client, "/v1/rewards/score", model="critic", texts=[text], sigmoid=True)[
+        "data"
+    ]
+    assert row["num_classes"] == 1
+    assert row["probs"][0] == pytest.approx(entry["reward"], abs=1e-5)
+    # The session is opened again with the head that it had.
+    archive = client.get(f"{session}/adapter").content
+    with zipfile.ZipFile(io.BytesIO(archive)) as files:
+        assert json.loads(files.read("adapter_config.json"))["task_type"] == "SEQ_CLS"
+    warm = begin(client, **options, adapter="critic")
+    assert asked(client, f"{warm}/evaluate", data=pairs)["loss"] == trained["loss"]
+    for path in (warm, session, "/v1/adapters/critic"):
+        client.delete(path)
+
+
+def rewards(client: httpx2.Client, pairs: list[dict[str, str]]) -> float:
+    """Return the mean loss of pairs by the rewards that are served."""
+    answer = asked(
+        client, "/v1/rewards/score", model="critic", texts=[*chain(*map(dict.values, pairs))]
+    )
+    scores = [entry["reward"] for entry in answer["data"]]
+    pairs_of = zip(scores[::2], scores[1::2], strict=True)
+    return fmean(math.log1p(math.exp(low - high)) for high, low in pairs_of)
 
 
 def test_samples_become_likelier_by_their_advantages(client: httpx2.Client) -> None:
@@ -316,18 +370,11 @@ def test_rows_of_files_are_refused_by_line(
     client.delete(f"/v1/files/{file}")
 
 
-@pytest.mark.parametrize(
-    ("model", "text"),
-    [
-        ("demo:sentiment", "pairs compare one score"),
-        (MODEL, "cannot classify"),
-    ],
-)
-def test_models_without_a_score_compare_no_pairs(
-    client: httpx2.Client, model: str, text: str
-) -> None:
+@pytest.mark.parametrize("model", [MODEL, "demo:sentiment"])
+def test_models_without_a_score_compare_no_pairs(client: httpx2.Client, model: str) -> None:
     error = refused(client, model, "pairs", PAIRS)
-    assert (error["param"], text in error["message"]) == ("model", True), error
+    assert error["param"] == "trainable.head"
+    assert "pairs compare one score" in error["message"]
 
 
 def test_samples_are_those_of_models_that_generate(client: httpx2.Client) -> None:

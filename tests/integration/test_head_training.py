@@ -163,7 +163,7 @@ def answers(worker: Worker, adapter: AdapterWeights) -> list[np.ndarray]:
 def test_perturbed_heads_answer_as_served_ones(tmp_path: Path, name: str) -> None:
     worker = served(tmp_path, name)
     info = opened(worker)
-    assert info.paths[-1].startswith(("classifier", "score"))
+    assert info.paths[-1].startswith(("classifier", "pre_classifier", "score"))
     without = opened(worker, replace(SPEC, trains_head=False))
     assert info.num_parameters > without.num_parameters
     opened(worker)

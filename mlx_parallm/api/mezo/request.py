@@ -17,6 +17,7 @@ from mlx_parallm.api.mezo.pairs import pair_examples, policy_examples
 from mlx_parallm.api.mezo.prompts import prompt_examples
 from mlx_parallm.api.mezo.rows import AnyRow, PairRow, PolicyRow, Row, rows_as
 from mlx_parallm.api.mezo.schema import (
+    NEW_HEAD,
     AnyObjective,
     Caller,
     CreateSession,
@@ -121,7 +122,8 @@ def _trainable(session: CreateSession) -> TrainableSpec:
         trains_first=trains_first,
         seed=session.seed,
         init=body.init or (FirstFactors.RANDOM if is_random else FirstFactors.ACTIVATIONS),
-        trains_head=body.head,
+        trains_head=body.head is True,
+        makes_head=body.head == NEW_HEAD,
     )
 
 
@@ -203,13 +205,16 @@ def trainable(client: GenerationClient, name: str) -> GenerationModel:
 
 
 def model_of(
-    name: str, objective: Measured, engine: EngineClient
+    name: str, objective: Measured, engine: EngineClient, *, makes_head: bool
 ) -> PoolingModel | GenerationModel:
-    """Return the model of a session; raise as ``EngineClient`` does for a name of its kind."""
+    """Return the model of a session; raise as ``EngineClient`` does for a name of its kind.
+
+    ``makes_head``: see ``TrainableSpec``.
+    """
     if isinstance(objective, OfPrompts | Policy):
         model: PoolingModel | GenerationModel = trainable(GENERATION.client(engine), name)
     elif isinstance(objective, Pairs):
-        model = _model_of_pairs(name, engine)
+        model = _model_of_pairs(name, engine, makes_head=makes_head)
     else:
         model = POOLING.client(engine).get(name, task_of(objective))
     if model.parent is not None:
@@ -217,19 +222,28 @@ def model_of(
     return model
 
 
-def _model_of_pairs(name: str, engine: EngineClient) -> PoolingModel | GenerationModel:
+def _model_of_pairs(
+    name: str, engine: EngineClient, *, makes_head: bool
+) -> PoolingModel | GenerationModel:
     status = engine.find(name)
     if status is None or not isinstance(status.model, PoolingModel):
-        return trainable(GENERATION.client(engine), name)
-    return with_score(POOLING.client(engine).get(name, "classify"))
+        generator = trainable(GENERATION.client(engine), name)
+        if makes_head:
+            raise InvalidRequestError(
+                f"trainable.head: {name} generates, and takes no new head.", param="trainable.head"
+            )
+        return generator
+    return with_score(status.model, makes_head=makes_head)
 
 
-def with_score(model: PoolingModel) -> PoolingModel:
-    """Return a model with one score; raise InvalidRequestError if it has labels."""
-    if len(model.info.labels) != 1:
+def with_score(model: PoolingModel, *, makes_head: bool) -> PoolingModel:
+    """Return a model with one score, or that gets one; raise InvalidRequestError if it has none."""
+    has_score = "classify" in model.info.tasks and len(model.info.labels) == 1
+    if not has_score and not makes_head:
         raise InvalidRequestError(
-            f"{model.names[0]} has {len(model.info.labels)} labels, and pairs compare one score.",
-            param="model",
+            f"{model.names[0]} has no score of one label, and pairs compare one score: "
+            f'trainable.head "{NEW_HEAD}" trains a new one.',
+            param="trainable.head",
         )
     return model
 

@@ -115,7 +115,7 @@ async def create_session(
         check_copies(body, engine.config.adapters.max_loaded)
         model = check_reward(body, objective, engine, config)
     else:
-        model = model_of(body.model, objective, engine)
+        model = model_of(body.model, objective, engine, makes_head=body.makes_head)
     check_template(objective, model)
     if body.data is None and not isinstance(objective, Policy):
         raise InvalidRequestError("data is missing.", param=DATA)
@@ -317,7 +317,8 @@ async def _examples(
         return await _read(
             rows, objective, GENERATION.client(engine).get_model(config.model), param
         )
-    return await _read(rows, objective, model_of(config.model, objective, engine), param)
+    model = model_of(config.model, objective, engine, makes_head=config.trainable.makes_head)
+    return await _read(rows, objective, model, param)
 
 
 async def _read(

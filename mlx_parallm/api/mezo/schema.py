@@ -29,6 +29,8 @@ from mlx_parallm.types.request import MAX_CHOICES
 from mlx_parallm.types.training import Distribution, FirstFactors
 
 MAX_STEPS = 10_000_000
+#: ``NEW_HEAD`` is the value of ``Trainable.head`` for a new head of one label.
+NEW_HEAD = "reward"
 #: ``Layers`` is "all", "top:" and a number of layers, or indices.
 Layers = Annotated[
     Annotated[str, StringConstraints(pattern=r"^(all|top:[1-9][0-9]{0,3})$"), Tag("<name>")]
@@ -58,7 +60,13 @@ class Trainable(Strict):
             "The default is activations; random for the preset paper and the objective caller."
         ),
     )
-    head: StrictBool = Field(False, description="Train the classification head of the model too.")
+    head: Literal[False, True, "reward"] = Field(
+        False,
+        description=(
+            "Train the classification head of the model too; reward: a new head of one label, for "
+            "pairs, which the published adapter brings."
+        ),
+    )
 
 
 class EstimatorBody(Strict):
@@ -312,6 +320,14 @@ class CreateSession(Strict):
             self.objective.normalize = self.is_paper
         return self
 
+    @model_validator(mode="after")
+    def _makes_no_head_in_vain(self) -> Self:
+        if self.makes_head and not isinstance(self.objective, Pairs):
+            raise InvalidRequestError(
+                f"trainable.head: {NEW_HEAD} is learnt from pairs.", param="trainable.head"
+            )
+        return self
+
     @property
     def is_paper(self) -> bool:
         """True if the steps are those of MeZO's paper."""
@@ -321,6 +337,11 @@ class CreateSession(Strict):
     def takes_gradients(self) -> bool:
         """True if steps are made from gradients."""
         return isinstance(self.estimator, GradientBody)
+
+    @property
+    def makes_head(self) -> bool:
+        """True if a new head is trained."""
+        return self.trainable.head == NEW_HEAD
 
 
 class MakeSteps(Strict):

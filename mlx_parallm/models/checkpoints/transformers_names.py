@@ -33,6 +33,11 @@ WRAPPED: Mapping[str, str] = {
 #: ``RULES``: what is replaced in the paths of a model type, in this order.
 RULES: Mapping[str, Rules] = {
     "gpt2": ((r"^model\.", "transformer."),),
+    "gte": (
+        (r"^new\.encoder\.layer\.", "gte.layers."),
+        (r"^new\.", "gte."),
+        (r"\.attention\.", ".self_attn."),
+    ),
     "gpt_neox": ((r"^model\.embed_out$", "lm_head"), (r"^model\.h\.", "gpt_neox.layers.")),
     "gptj": ((r"^model\.", "transformer."),),
     "kimi_linear": ((r"\.(f_[ab]_proj)$", r".forget_gate.\1"),),
@@ -79,17 +84,23 @@ OTHERWISE: Mapping[str, str] = {
 WITH_ROUTERS = frozenset({"llama4", "llama4_text"})
 
 
-def transformers_path(config: Mapping[str, Any], path: str) -> str | None:
+def transformers_path(
+    config: Mapping[str, Any], path: str, *, has_head: bool = False
+) -> str | None:
     """Return the path that a linear layer has in the class of transformers that a config names.
 
     Args:
         config: the checkpoint's config.json.
         path: the layer's path in the model here.
+        has_head: True for the class of the family that classifies sequences, whatever the config
+            names.
 
     Returns:
         None if the class has no such linear layer.
     """
     model_type, name = str(config.get("model_type")), architecture(config)
+    if has_head:
+        name = "ForSequenceClassification"
     if "auto_map" in config:
         # The class comes with the checkpoint, and names modules as the checkpoint does.
         return _bare(path, name)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -180,17 +181,25 @@ class AdaptedLayers:
             for path, module in self._modules.items()
             if kind_of(module) == "linear" and not path.startswith(f"{TOWER}.")
         )
-        return {self._changes.transformers_path(path) or path: path for path in linear}
+        own_path = self._changes.transformers_path
+        return {
+            own_path(path, has_head=has_head) or path: path
+            for path in linear
+            for has_head in (True, False)
+        }
 
     def of_checkpoint(self, adapter: AdapterWeights) -> AdapterWeights:
         """Return changes of the model's linear layers as those of transformers' class.
 
+        An adapter with a head changes the class that has one.
+
         Raises:
             InvalidRequestError: transformers has no such linear layer.
         """
+        own_path = partial(self._changes.transformers_path, has_head=bool(adapter.saved))
         modules: dict[str, LowRank] = {}
         for path, change in adapter.modules.items():
-            name = self._changes.transformers_path(path)
+            name = own_path(path)
             if name is None:
                 raise InvalidRequestError(
                     f"PEFT cannot change {path}: transformers has no linear layer there, or PEFT "
@@ -198,9 +207,14 @@ class AdaptedLayers:
                     param="format",
                 )
             modules[name] = self._changes.of_checkpoint(path, change, self._whole_shape(path)[0])
+        saved: dict[str, HostTensor] = {}
+        for name, tensor in adapter.saved.items():
+            path, _, leaf = name.rpartition(".")
+            saved[f"{own_path(path) or path}.{leaf}"] = tensor
         return replace(
             adapter,
             modules=modules,
+            saved=saved,
             of_checkpoint=True,
             is_transposed=all(map(self._changes.is_transposed, adapter.modules)),
         )

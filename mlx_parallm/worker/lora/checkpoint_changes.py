@@ -63,9 +63,14 @@ class CheckpointChanges:
         scales = self._row_scales(path, num_rows)
         return _multiplied(change, None if scales is None else np.reciprocal(scales))
 
-    def transformers_path(self, path: str) -> str | None:
-        """Return a module's path in transformers; None if it is no linear layer there."""
-        return None if self.why_none(path) else transformers_path(self._config, path)
+    def transformers_path(self, path: str, *, has_head: bool = False) -> str | None:
+        """Return a module's path in transformers; None if it is no linear layer there.
+
+        ``has_head``: see ``transformers_names.transformers_path``.
+        """
+        if self.why_none(path):
+            return None
+        return transformers_path(self._config, path, has_head=has_head)
 
     def is_transposed(self, path: str) -> bool:
         """True if transformers keeps a module's weight transposed."""

@@ -45,7 +45,7 @@ class DecoderRunner(AdaptedEncoder):
         self.adapters = EncoderAdapters(
             model,
             EncoderHeads(self._model, spec),
-            ScoreHeads(self._model, DTYPES.get(loaded.dtype, mx.float32)),
+            ScoreHeads(self._model, DTYPES.get(loaded.dtype, mx.float32), config),
             self._hidden,
             tasks=plan.tasks,
             dtype=loaded.dtype,

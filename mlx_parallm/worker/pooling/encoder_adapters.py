@@ -251,6 +251,10 @@ class EncoderAdapters(SlotTarget):
         """The model's classification head as it is now; None if it has none."""
         return self._maker.trainable()
 
+    def new_head(self, seed: int) -> TrainableHead | None:
+        """See ``TrainedModel``."""
+        return self._maker.new(seed)
+
     @property
     def shares_prompts(self) -> bool:
         """False: encoders do not continue prompts."""

@@ -33,7 +33,7 @@ class EncoderRunner(AdaptedEncoder):
         self.adapters = EncoderAdapters(
             loaded.model,
             EncoderHeads(loaded.model, spec),
-            LayerHeads(loaded.model, DTYPES.get(loaded.dtype, mx.float32)),
+            LayerHeads(loaded.model, DTYPES.get(loaded.dtype, mx.float32), loaded.config),
             self._hidden,
             tasks=tasks,
             dtype=loaded.dtype,

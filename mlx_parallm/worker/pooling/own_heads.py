@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from mlx_parallm.adapters.arrays import to_mlx
 from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.models.checkpoints.transformers_names import transformers_path
 from mlx_parallm.models.encoder_args import HEADS, Head
 from mlx_parallm.types.pooling import Task
 from mlx_parallm.worker.lora.adapted_layers import find_module, unfit_error
@@ -23,12 +24,14 @@ from mlx_parallm.worker.lora.adapted_modules import kind_of, plain_shape, plain_
 Saved = Mapping[str, HostTensor]
 Parameters = Mapping[str, mx.array]
 
-# CLASSIFIER: where paths of layers begin that PEFT trains with an adapter by default.
-CLASSIFIER = "classifier."
+# CLASSIFIER: how names of modules end that PEFT trains with an adapter by default.
+CLASSIFIER = "classifier"
 # PEFT's task types, with the head of a checkpoint for the task.
 _OF_TASK_TYPES: Mapping[str, Head] = {"SEQ_CLS": "sequence", "TOKEN_CLS": "token"}
 _TASK_TYPES = {head: task_type for task_type, head in _OF_TASK_TYPES.items()}
 _ENDINGS = {head: ending for ending, head in HEADS.items()}
+# HEAD_SEED: added to the seed of a session, so that its head has other keys than its first factors.
+HEAD_SEED = 1 << 63
 _LABEL_TASKS: Mapping[str | None, tuple[Task, ...]] = {
     "sequence": ("classify",),
     "token": ("token_classify",),
@@ -113,14 +116,28 @@ class HeadMaker(Protocol):
         """Return the part of the model's head that PEFT trains; None if it does not classify."""
         ...
 
+    def new(self, seed: int) -> TrainableHead | None:
+        """Return a new head of one label for sequences, drawn as transformers draws it.
+
+        None if the model has such a head already.
+        """
+        ...
+
 
 class LayerHeads(HeadMaker):
     """Makes heads of an encoder of ``mlx_parallm.models``."""
 
-    def __init__(self, model: Any, dtype: mx.Dtype) -> None:
-        """``dtype`` is the dtype in which heads compute."""
+    def __init__(self, model: Any, dtype: mx.Dtype, config: Mapping[str, Any]) -> None:
+        """Make none yet.
+
+        Args:
+            model: has the trunk, and perhaps a head.
+            dtype: the dtype in which heads compute.
+            config: the checkpoint's config.json.
+        """
         self._model = model
         self._dtype = dtype
+        self._config = config
         self._modules: dict[str, Any] = dict(model.named_modules())
 
     @override
@@ -139,16 +156,41 @@ class LayerHeads(HeadMaker):
         layers = {
             path: module
             for path, module in self._modules.items()
-            if f"{path}.".startswith(CLASSIFIER) and _has_arrays(module)
+            if path.partition(".")[0].endswith(CLASSIFIER) and _has_arrays(module)
         }
         if task_type is None or not layers:
             return None
         return TrainableHead(layers, task_type, partial(with_modules, self._model))
 
+    @override
+    def new(self, seed: int) -> TrainableHead | None:
+        model = self._with_head("sequence", num_labels=1)
+        layers = {path: each for path, each in model.named_modules() if _has_arrays(each)}
+        own = self._modules
+        fresh = [path for path in layers if path not in own or _differ(layers[path], own[path])]
+        if not fresh:
+            return None
+        keys = mx.random.split(mx.random.key(HEAD_SEED + seed), len(fresh))
+        for path, key in zip(sorted(fresh), keys, strict=True):
+            layer = layers[path]
+            if kind_of(layer) == "linear":
+                layer.weight = model.first_weight(path, layer.weight.shape, key)
+                layer.update({"bias": mx.zeros_like(layer.bias)} if "bias" in layer else {})
+        kept = with_modules(model, {path: own[path] for path in layers.keys() - set(fresh)})
+        return TrainableHead(
+            {path: layers[path] for path in fresh},
+            _TASK_TYPES["sequence"],
+            partial(with_modules, kept),
+        )
+
+    def _with_head(self, kind: Head, **changes: int) -> Any:
+        """Return the family's model with another head; its parameters are not the checkpoint's."""
+        name = f"{type(self._model).__name__}{_ENDINGS[kind]}"
+        return type(self._model)(replace(self._model.args, architectures=[name], **changes))
+
     def _new(self, kind: Head, saved: Saved, param: str) -> MadeHead:
         """Return a head of a kind that the model does not have."""
-        name = f"{type(self._model).__name__}{_ENDINGS[kind]}"
-        model = type(self._model)(replace(self._model.args, architectures=[name]))
+        model = self._with_head(kind)
         modules: dict[str, Any] = dict(model.named_modules())
         made = self._made(modules, saved, param)
         layers = [path for path, module in modules.items() if _has_arrays(module)]
@@ -165,9 +207,10 @@ class LayerHeads(HeadMaker):
     def _made(self, modules: Mapping[str, Any], saved: Saved, param: str) -> dict[str, nn.Module]:
         """Return replacements, by path, for the modules whose parameters are saved."""
         layers: dict[str, dict[str, mx.array]] = defaultdict(dict)
+        paths = {transformers_path(self._config, path, has_head=True): path for path in modules}
         for name, tensor in saved.items():
             path, _, leaf = name.rpartition(".")
-            module_path = find_module(modules, path, param=param)
+            module_path = paths.get(path) or find_module(modules, path, param=param)
             layers[module_path][leaf] = to_mlx(tensor).astype(self._dtype)
         # In sorted order, a layer comes before the layers within it.
         return {
@@ -204,6 +247,11 @@ def _float32(module: Any) -> Parameters:
     else:
         arrays = {name: array for name, array in module.items() if _is_array(array)}
     return {name: array.astype(mx.float32) for name, array in arrays.items()}
+
+
+def _differ(layer: nn.Module, own: nn.Module) -> bool:
+    """True if two layers of one kind, of which one may be packed, have weights of other shapes."""
+    return kind_of(layer) == "linear" and plain_shape(layer) != plain_shape(own)
 
 
 def _has_arrays(module: nn.Module) -> bool:

@@ -12,12 +12,15 @@ import mlx.nn as nn
 from typing_extensions import override
 
 from mlx_parallm.adapters.arrays import to_mlx
+from mlx_parallm.models.checkpoints.decoder_sizes import config_value
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.pooling import Task
 from mlx_parallm.worker.lora.adapted_layers import unfit_error
+from mlx_parallm.worker.lora.adapted_modules import plain_shape
 from mlx_parallm.worker.pooling.decoder_loading import HEAD_NAMES, scoring_layers, split_head
 from mlx_parallm.worker.pooling.decoder_model import DecoderModel
 from mlx_parallm.worker.pooling.own_heads import (
+    HEAD_SEED,
     HeadMaker,
     MadeHead,
     Parameters,
@@ -26,6 +29,8 @@ from mlx_parallm.worker.pooling.own_heads import (
     layer_like,
 )
 
+# DEVIATION: standard deviation of the weights of new layers, where the config names none.
+DEVIATION = 0.02
 # NUM_AXES: axes of a linear layer's tensors.
 NUM_AXES = {"weight": 2, "bias": 1}
 # PLACE: number of a layer among successive ones; no model has a hundred.
@@ -35,10 +40,11 @@ PLACE = re.compile(r"\d{0,2}", re.ASCII)
 class ScoreHeads(HeadMaker):
     """Makes scoring layers of a decoder. Implements ``own_heads.HeadMaker``."""
 
-    def __init__(self, model: DecoderModel, dtype: mx.Dtype) -> None:
-        """``dtype`` is the dtype in which heads compute."""
+    def __init__(self, model: DecoderModel, dtype: mx.Dtype, config: Mapping[str, Any]) -> None:
+        """Make none yet; see ``LayerHeads`` for the arguments."""
         self._model = model
         self._dtype = dtype
+        self._deviation = float(config_value(config, "initializer_range") or DEVIATION)
 
     @override
     def make(self, saved: Saved, task_type: str | None, *, param: str) -> MadeHead:
@@ -80,6 +86,19 @@ class ScoreHeads(HeadMaker):
         if not layers:
             return None
         return TrainableHead(layers, "SEQ_CLS", partial(_with_layers, self._model))
+
+    @override
+    def new(self, seed: int) -> TrainableHead | None:
+        own = self._model.score
+        if own and plain_shape(own[-1])[0] == 1:
+            return None
+        # The graph alone gives the size; nothing is evaluated.
+        dims = self._model(mx.array([[0]]), mx.array([[True]])).shape[-1]
+        score = nn.Linear(dims, 1, bias=False)
+        key = mx.random.key(HEAD_SEED + seed)
+        score.weight = self._deviation * mx.random.normal((1, dims), key=key)
+        join = partial(_with_layers, self._model.with_score(score))
+        return TrainableHead({"score": score}, "SEQ_CLS", join)
 
 
 def _with_layers(model: DecoderModel, layers: Mapping[str, nn.Module]) -> DecoderModel:

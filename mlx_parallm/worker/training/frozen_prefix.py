@@ -41,14 +41,18 @@ class FrozenPrefix:
         self._entry = LayerEntry(model.layers, self.first_layer)
 
     def keep_if_exact(
-        self, samples: Sequence[TrainingInput], stacks: Mapping[str, AdapterStack]
+        self,
+        samples: Sequence[TrainingInput],
+        stacks: Mapping[str, AdapterStack],
+        heads: Sequence[Any],
     ) -> None:
         """Use no pool from now on if kept states change any bit of these samples' results.
 
-        A model may pass more from layer to layer than hidden states.
+        A model may pass more from layer to layer than hidden states. See
+        ``TrainedModel.changed_job`` for ``stacks`` and ``heads``.
         """
         alone = [_one_text(item) for item in samples]
-        if self.pool is not None and not all(self._is_exact(item, stacks) for item in alone):
+        if self.pool is not None and not all(self._is_exact(each, stacks, heads) for each in alone):
             self.pool = None
 
     def lookup(self, inputs: Sequence[TrainingInput], *, keeps: bool = True) -> PrefixLookup | None:
@@ -65,14 +69,16 @@ class FrozenPrefix:
         """Let the lowest trained layer get these states in the context; see ``LayerEntry``."""
         return self._entry.replaced(hidden)
 
-    def _is_exact(self, item: TrainingInput, stacks: Mapping[str, AdapterStack]) -> bool:
+    def _is_exact(
+        self, item: TrainingInput, stacks: Mapping[str, AdapterStack], heads: Sequence[Any]
+    ) -> bool:
         """True if a result is the same with states that were computed before."""
-        (expected,) = self._model.changed_job([item], stacks).wait()
+        (expected,) = self._model.changed_job([item], stacks, 0, heads).wait()
         texts = self._model.texts(item)
         length = self._model.length(texts)
         states = mx.stack([padded(self.computed(text), length) for text in texts])
         with self._entry.replaced(states):
-            (result,) = self._model.changed_job([item], stacks, self.first_layer).wait()
+            (result,) = self._model.changed_job([item], stacks, self.first_layer, heads).wait()
         return np.array_equal(result, expected)
 
     def computed(self, text: TrainedText) -> mx.array:

@@ -49,6 +49,9 @@ GPU_FORWARDS = ForwardSize(max_tokens=16_384, cost=8192)
 # GRADIENT_COST: the forwards that the gradient of a layer costs: one before the head, one more of
 # the layer, and two for what goes back through it.
 GRADIENT_COST = 4
+# WITHOUT_HEAD, HAS_SCORE: why a head cannot be trained, and why none is made.
+WITHOUT_HEAD = "the model has no classification head"
+HAS_SCORE = "only a model that reads texts takes a new head, and only if it has no score yet"
 
 
 class TrainingSession:
@@ -61,13 +64,15 @@ class TrainingSession:
             _first_factors(model, layers, op),
             scale=op.spec.alpha / op.spec.rank,
             trains_first=op.spec.trains_first,
-            head=_head(model, op) if op.spec.trains_head else None,
+            head=_head(model, op),
             second_factors=_second_factors(model, layers, op),
             head_parameters=_arrays(op.head) if op.head else None,
         )
         self.prefix = FrozenPrefix(model, layers, pool)
         self.forwards = PairForwards(model, self.trainable, self.prefix)
-        self.prefix.keep_if_exact(op.samples, self.trainable.stacks(self.trainable.theta[None]))
+        parts = self.trainable.parts(self.trainable.theta[None])
+        stacks, heads = self.trainable.stacks_of(parts), self.trainable.heads_of(parts)
+        self.prefix.keep_if_exact(op.samples, stacks, heads)
         self._gradients = _gradients(model, self, op) if op.takes_gradients else None
         self._shares_prompts = model.shares_prompts
         self.distribution: Distribution = op.distribution
@@ -199,17 +204,19 @@ def _fitting(
     return {path: mx.array(array.astype(np.float32)) for path, array in named.items()}
 
 
-def _head(model: TrainedModel, op: OpenTraining) -> TrainableHead:
-    """Return the head of a model.
+def _head(model: TrainedModel, op: OpenTraining) -> TrainableHead | None:
+    """Return the head that a session trains, the model's or a new one; None if it trains none.
 
     Raises:
-        InvalidRequestError: it has none to train, or the session starts from another one.
+        InvalidRequestError: there is none to train, or the session starts from another one.
     """
-    head = model.head
+    spec = op.spec
+    if not spec.trains_head and not spec.makes_head:
+        return None
+    head = model.new_head(spec.seed) if spec.makes_head else model.head
     if head is None:
-        raise InvalidRequestError(
-            "trainable.head: the model has no classification head.", param="trainable.head"
-        )
+        why = HAS_SCORE if spec.makes_head else WITHOUT_HEAD
+        raise InvalidRequestError(f"trainable.head: {why}.", param="trainable.head")
     shapes = {name: array.shape for name, array in head.parameters.items()}
     if op.head and {name: array.shape for name, array in op.head.items()} != shapes:
         raise InvalidRequestError(

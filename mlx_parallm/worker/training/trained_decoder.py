@@ -94,6 +94,10 @@ class TrainedDecoder(TrainedModel):
     def head(self) -> None:
         """A model that generates does not classify."""
 
+    @override
+    def new_head(self, seed: int) -> None:
+        """A model that generates does not classify."""
+
     @property
     @override
     def shares_prompts(self) -> bool:

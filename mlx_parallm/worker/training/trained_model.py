@@ -44,6 +44,13 @@ class TrainedModel(Protocol):
         """Return the classification head as it is now; None if the model has none."""
         ...
 
+    def new_head(self, seed: int) -> TrainableHead | None:
+        """Return a new head of one label, which the seed draws.
+
+        None if the model generates, or has such a head.
+        """
+        ...
+
     @property
     def shares_prompts(self) -> bool:
         """Return True if the choices of a ``ChoiceInput`` can share their prompt."""

@@ -81,7 +81,7 @@ def test_folders_of_earlier_versions_are_read() -> None:
     }  # fmt: skip
     assert Example.from_json(pooling) == EXAMPLES[0]
     config = json.loads(dumped(CONFIG))
-    for name in ("paths", "init", "trains_head"):
+    for name in ("paths", "init", "trains_head", "makes_head"):
         del config["trainable"][name]
     del config["adapter"]
     assert as_record(config, SessionConfig) == CONFIG
