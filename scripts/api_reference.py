@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -164,7 +165,10 @@ class Page:
             self.types[name] = None
             return f"[{name}](#{name.lower()})"
         if "enum" in schema:
-            return ", ".join(f"`{value}`" for value in schema["enum"])
+            values = [
+                value if isinstance(value, str) else json.dumps(value) for value in schema["enum"]
+            ]
+            return ", ".join(f"`{value}`" for value in values)
         if "const" in schema:
             return f"`{schema['const']}`"
         options = schema.get("anyOf") or schema.get("oneOf")
