@@ -35,6 +35,7 @@ from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.step_rows import token_array
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype
 from mlx_parallm.worker.lora.adapter_check import choose_change_kernels
+from mlx_parallm.worker.ops import at_once
 from tests.builders.random_models import SHAPES, RandomModel, flatten, random_model
 
 BLOCK = 16
@@ -126,7 +127,7 @@ def make(model: RandomModel, batch: int, context: int) -> tuple[Steps, AdaptedLa
     shapes = [layout.shape for layout in kv_layouts if layout.shape is not None]
     heads = query_heads(model.loaded.config) or 1
     backend = choose_backend(CacheConfig(block_size=BLOCK), shapes, heads).backend
-    path = choose_path(
+    path = at_once(choose_path)(
         model.model,
         layouts,
         backend,

@@ -29,6 +29,7 @@ from mlx_parallm.worker.generation.cache_layout import kv_shapes, probe_layout
 from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.load.runner import make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.ops import at_once
 from mlx_parallm.worker.weights.loader import load_model
 
 COMPARED = 256
@@ -142,7 +143,7 @@ def embedded_runner(
     longest = max(len(text.token_ids) for text in texts)
     scheduler = SchedulerConfig(max_num_seqs=len(texts))
     plan = plan_kv(layouts, loaded.config, cache, scheduler, longest, backend)
-    runner = make_runner(loaded, layouts, plan, plan.wanted_blocks, backend)[0]
+    runner = at_once(make_runner)(loaded, layouts, plan, plan.wanted_blocks, backend)[0]
     return runner, plan.block_bytes
 
 

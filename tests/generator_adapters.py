@@ -21,6 +21,7 @@ from mlx_parallm.worker.generation.row_selection import vocab_size_of
 from mlx_parallm.worker.generation.step_rows import token_array
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers
 from mlx_parallm.worker.lora.adapter_store import AdapterStore
+from mlx_parallm.worker.ops import at_once
 from mlx_parallm.worker.weights.loader import LoadedModel, load_model
 from tests.golden_weights import golden_adapter_weight, golden_weight
 
@@ -60,7 +61,7 @@ class AdaptedGenerator:
     def __init__(self, folder: Path) -> None:
         self.loaded: LoadedModel = load_model(ModelConfig(), folder)
         model = self.loaded.model
-        self.path = choose_path(
+        self.path = at_once(choose_path)(
             model,
             probe_layout(model),
             ReferenceAttention(4),

@@ -14,6 +14,7 @@ from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.load.runner import make_draft, make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.ops import at_once
 from mlx_parallm.worker.weights.loader import LoadedModel, load_model
 from tests.golden_images import GoldenImages, read_vision, write_vision
 from tests.integration.test_parity_generate import BLOCK_SIZE, NUM_SNAPSHOTS, Session
@@ -63,14 +64,14 @@ def new_runner(
     )
     drafting = None
     if draft is not None:
-        drafting = make_draft(
+        drafting = at_once(make_draft)(
             draft,
             probe_layout(draft.model),
             backend(BLOCK_SIZE),
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
         )[0]
-    return make_runner(loaded, layouts, plan, NUM_BLOCKS, attention, drafting)[0]
+    return at_once(make_runner)(loaded, layouts, plan, NUM_BLOCKS, attention, drafting)[0]
 
 
 def longest_uncut(name: str) -> int:

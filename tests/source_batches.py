@@ -57,6 +57,7 @@ from mlx_parallm.worker.ops import (
     ReadBlocks,
     Step,
     WriteBlocks,
+    at_once,
 )
 from mlx_parallm.worker.weights.loader import LoadedModel
 
@@ -95,9 +96,9 @@ def new_runner(
     cache, scheduler = CacheConfig(block_size=BLOCK_SIZE), SchedulerConfig(max_num_seqs=8)
     longest = min(MAX_LEN, context_length(loaded.config) or MAX_LEN)
     plan = plan_kv(layouts, loaded.config, cache, scheduler, longest, attention)
-    return make_runner(loaded, layouts, plan, num_blocks, attention, max_source_len=MAX_SOURCE_LEN)[
-        0
-    ]
+    return at_once(make_runner)(
+        loaded, layouts, plan, num_blocks, attention, max_source_len=MAX_SOURCE_LEN
+    )[0]
 
 
 def frames_source(arrays: Mapping[str, mx.array], *, shape_key: str | None = None) -> ModelInput:

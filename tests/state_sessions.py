@@ -29,6 +29,7 @@ from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.load.runner import make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.ops import at_once
 from mlx_parallm.worker.weights.loader import LoadedModel
 from mlx_parallm.worker.weights.model_weights import parameters_of
 from tests.builders.architectures.configs import config_of
@@ -152,7 +153,9 @@ def _new_runner(architecture: str, backend: str, *, speculates: bool) -> ModelRu
         NUM_BLOCKS,
         attention,
     )
-    return make_runner(loaded, layouts, plan, NUM_BLOCKS, attention, speculates=speculates)[0]
+    return at_once(make_runner)(
+        loaded, layouts, plan, NUM_BLOCKS, attention, speculates=speculates
+    )[0]
 
 
 @cache

@@ -49,6 +49,7 @@ from mlx_parallm.worker.ops import (
     Step,
     WriteBlocks,
     WriteStates,
+    at_once,
 )
 from tests.builders.random_models import RandomModel, flatten
 
@@ -202,7 +203,7 @@ def make_engine(
     plan = plan_kv(layouts, loaded.config, cache, config, max_model_len, backend)
     num_blocks = plan.wanted_blocks if kv_tokens is None else -(-kv_tokens // plan.block_size)
     drafting = None if draft is None else _draft_model(draft, cache, num_blocks)
-    runner = make_runner(
+    runner = at_once(make_runner)(
         loaded,
         layouts,
         plan,
@@ -326,7 +327,7 @@ def _draft_model(model: RandomModel, cache: CacheConfig, num_blocks: int) -> Dra
         flatten(model)
     loaded, layouts = model.loaded, probe_layout(model.model)
     choice = choose_backend(cache, kv_shapes(layouts), query_heads(loaded.config))
-    return make_draft(
+    return at_once(make_draft)(
         loaded, layouts, choice.backend, num_blocks=num_blocks, block_size=cache.block_size
     )[0]
 

@@ -10,10 +10,11 @@ ops name their handle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from typing_extensions import override
@@ -28,6 +29,7 @@ from mlx_parallm.types.step import ScheduledBatch, StepOutput
 if TYPE_CHECKING:
     from mlx_parallm.grammar.compiler import GrammarCompiler
 
+P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
@@ -78,6 +80,48 @@ class Done(OneStage[R_co]):
     @override
     def wait(self) -> R_co:
         return self.result
+
+
+class Stages(Pending[R]):
+    """An op whose stages are the parts of a generator between its ``yield`` statements.
+
+    Their number is not known before: ``num_stages`` is 2 until the generator has returned, then 1.
+    """
+
+    def __init__(self, parts: Generator[None, None, R]) -> None:
+        """``parts`` returns the result."""
+        self._parts = parts
+        self._done: Done[R] | None = None
+
+    @property
+    @override
+    def num_stages(self) -> int:
+        return 2 if self._done is None else 1
+
+    @override
+    def advance(self) -> None:
+        try:
+            next(self._parts)
+        except StopIteration as end:
+            self._done = Done(end.value)
+
+    @override
+    def wait(self) -> R:
+        while self._done is None:
+            self.advance()
+        return self._done.wait()
+
+
+def at_once(
+    stages: Callable[P, Generator[None, None, R]],
+) -> Callable[P, R]:
+    """Return a function that runs all stages of a generator's call and returns its result."""
+
+    @wraps(stages)
+    def whole(*args: P.args, **kwargs: P.kwargs) -> R:
+        return Stages(stages(*args, **kwargs)).wait()
+
+    return whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

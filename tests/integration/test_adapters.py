@@ -27,6 +27,7 @@ from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers
 from mlx_parallm.worker.lora.change_kernels import ChangeKernels
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.stack import LinearStack
+from mlx_parallm.worker.ops import at_once
 from tests.builders.random_models import random_model
 from tests.compiled_attention import CompiledAttention
 from tests.host_tensors import all_host
@@ -113,7 +114,7 @@ class Served:
         layouts = probe_layout(self.model)
         width = -(-LENGTH // BLOCK)
         num_blocks = max(64, len(self.rows) * width)
-        self.path: Any = choose_path(
+        self.path: Any = at_once(choose_path)(
             self.model,
             layouts,
             self.backend,

@@ -16,13 +16,14 @@ from mlx_parallm.worker.generation.attention_overrides import (
 from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.load.path_choice import PathChoice, choose_path
 from mlx_parallm.worker.generation.seam import ModelSeams, ModuleSeam
+from mlx_parallm.worker.ops import at_once
 from tests.integration.test_parity_generate import build_model
 
 BLOCK_SIZE = 4
 
 
 def choose(model: Any) -> PathChoice:
-    return choose_path(
+    return at_once(choose_path)(
         model,
         probe_layout(model),
         ReferenceAttention(BLOCK_SIZE),

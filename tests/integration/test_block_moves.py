@@ -43,6 +43,7 @@ from mlx_parallm.worker.ops import (
     Step,
     WriteBlocks,
     WriteStates,
+    at_once,
 )
 from mlx_parallm.worker.weights.loader import LoadedModel
 from tests.compiled_attention import AheadAttention, CompiledAttention
@@ -137,7 +138,7 @@ def runner_of(loaded: LoadedModel, attention: Any, num_blocks: int = NUM_BLOCKS)
     layouts = probe_layout(loaded.model)
     cache_config, scheduler = CacheConfig(block_size=BLOCK_SIZE), SchedulerConfig(max_num_seqs=8)
     plan = plan_kv(layouts, loaded.config, cache_config, scheduler, NUM_BLOCKS, attention)
-    return make_runner(loaded, layouts, plan, num_blocks, attention)[0]
+    return at_once(make_runner)(loaded, layouts, plan, num_blocks, attention)[0]
 
 
 @cache

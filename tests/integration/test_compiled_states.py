@@ -16,6 +16,7 @@ from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.load.runner import make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.ops import at_once
 from mlx_parallm.worker.weights.loader import LoadedModel
 from tests.compiled_attention import CompiledAttention
 from tests.integration.test_parity_generate import (
@@ -55,7 +56,7 @@ def runner_of(
     attention = backend(block_size)
     scheduler = SchedulerConfig(max_num_seqs=8)
     plan = plan_kv(layouts, config, CacheConfig(block_size=block_size), scheduler, 96, attention)
-    return make_runner(loaded, layouts, plan, 96, attention)[0]
+    return at_once(make_runner)(loaded, layouts, plan, 96, attention)[0]
 
 
 @pytest.mark.parametrize(

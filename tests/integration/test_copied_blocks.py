@@ -22,6 +22,7 @@ from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.load.runner import make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.ops import at_once
 from tests.compiled_attention import CompiledAttention
 from tests.integration.test_parity_generate import loaded_model
 
@@ -70,7 +71,7 @@ def runner(order: list[str]) -> ModelRunner:
     layouts, attention = probe_layout(loaded.model), CopyingAttention(order)
     scheduler, cache = SchedulerConfig(max_num_seqs=8), CacheConfig(block_size=BLOCK_SIZE)
     plan = plan_kv(layouts, loaded.config, cache, scheduler, 32, attention)
-    runner = make_runner(loaded, layouts, plan, 32, attention, tracer=WaitTracer(order))[0]
+    runner = at_once(make_runner)(loaded, layouts, plan, 32, attention, tracer=WaitTracer(order))[0]
     order.clear()
     return runner
 

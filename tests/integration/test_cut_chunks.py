@@ -17,6 +17,7 @@ from mlx_parallm.worker.generation.load.memory import max_scores
 from mlx_parallm.worker.generation.load.path_choice import choose_path
 from mlx_parallm.worker.generation.paths import split
 from mlx_parallm.worker.generation.row_groups import RowGroup, make_groups
+from mlx_parallm.worker.ops import at_once
 from tests.builders.architectures.configs import config_of
 from tests.builders.architectures.trial import build
 from tests.fake_mac.mac import ALL, FakeMac
@@ -55,7 +56,7 @@ def test_parts_of_chunks_equal_the_stock_model(
     names: list[str] = []
     for most in (float("inf"), MOST):
         model = build(config)
-        choice = choose_path(
+        choice = at_once(choose_path)(
             model,
             probe_layout(model),
             ReferenceAttention(4),

@@ -33,6 +33,7 @@ from mlx_parallm.worker.ops import (
     Pending,
     PoolBatch,
     Step,
+    at_once,
 )
 from mlx_parallm.worker.training_ops import (
     OpenTraining,
@@ -257,7 +258,7 @@ def test_a_runner_of_ranks_fails_without_waiting_for_its_device(
     cache, scheduler = CacheConfig(block_size=16), SchedulerConfig()
     plan = plan_kv(layouts, loaded.config, cache, scheduler, 32, attention)
     faults = DeviceFaults(may_wait=may_wait)
-    runner = make_runner(loaded, layouts, plan, 4, attention, faults=faults)[0]
+    runner = at_once(make_runner)(loaded, layouts, plan, 4, attention, faults=faults)[0]
     chunk = ScheduledSequence(seq_id=1, slot=0, start=0, token_ids=(5, 6), block_table=(0,))
     step = runner.submit(ScheduledBatch(step_id=0, sequences=(chunk,)))
     calls: list[str] = []

@@ -18,6 +18,7 @@ from mlx_parallm.worker.generation.load.path_choice import choose_path
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.step_rows import token_array
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers
+from mlx_parallm.worker.ops import at_once
 from mlx_parallm.worker.weights.loader import load_model
 from tests.decoder_folders import read_generator
 from tests.encoder_folders import golden_arrays, write_encoder, write_golden
@@ -57,7 +58,7 @@ def merged(weights: Weights, tensors: Weights, *, is_transposed: bool) -> Weight
 
 
 def path_of(model: Any, vocab_size: int) -> ForwardPath:
-    return choose_path(
+    return at_once(choose_path)(
         model,
         probe_layout(model),
         ReferenceAttention(4),

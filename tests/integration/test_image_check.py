@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import pytest
 
 from mlx_parallm.config import CacheConfig, SchedulerConfig
@@ -20,6 +22,7 @@ from mlx_parallm.worker.generation.load.path_choice import ALONE
 from mlx_parallm.worker.generation.load.plan import DecoderChoices
 from mlx_parallm.worker.generation.load.runner import make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.ops import at_once
 from tests.golden_images import vision_names
 from tests.image_mutations import (
     LOADED_MUTATIONS,
@@ -51,7 +54,7 @@ def load_with_choices(
     attention = attention or ReferenceAttention(BLOCK_SIZE)
     scheduler = SchedulerConfig(max_num_seqs=4)
     plan = plan_kv(layouts, loaded.config, config, scheduler, MAX_LEN, attention)
-    return make_runner(loaded, layouts, plan, 64, attention, choices=choices)
+    return at_once(make_runner)(loaded, layouts, plan, 64, attention, choices=choices)
 
 
 #: ``MISTAKES``: those with all rows show in any model, and are tried in one of each path.
@@ -131,7 +134,8 @@ def test_the_check_is_done_with_exact_kv(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_rows_on_several_axes_do_not_run_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def none(*_: object) -> tuple[None, None, bool]:
+    def none(*_: object) -> Generator[None, None, tuple[None, None, bool]]:
+        yield
         return None, None, False
 
     monkeypatch.setattr(path_choice, "check_path", none)

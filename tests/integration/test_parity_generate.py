@@ -25,6 +25,7 @@ from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.load.runner import make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.ops import at_once
 from mlx_parallm.worker.weights.loader import LoadedModel
 from tests.builders.architectures.configs import WINDOW, config_of, decoder_of
 from tests.compiled_attention import AheadAttention, CompiledAttention
@@ -105,7 +106,7 @@ def shared_runner(
     attention = backend(BLOCK_SIZE)
     cache = CacheConfig(block_size=BLOCK_SIZE)
     plan = plan_kv(layouts, loaded.config, cache, scheduler, 96, attention)
-    return make_runner(loaded, layouts, plan, 96, attention, speculates=speculates)[0]
+    return at_once(make_runner)(loaded, layouts, plan, 96, attention, speculates=speculates)[0]
 
 
 @cache

@@ -22,6 +22,7 @@ from mlx_parallm.worker.generation.load.plan import DecoderChoices
 from mlx_parallm.worker.generation.load.runner import make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.generation.row_selection import embedding_tables
+from mlx_parallm.worker.ops import at_once
 from tests.integration.test_parity_generate import (
     BLOCK_SIZE,
     NEW_TOKENS,
@@ -98,7 +99,9 @@ def runner_of(
         attention,
     )
     choices = DecoderChoices(is_cast=False, attention=attention.name, path=path)
-    return make_runner(loaded, layouts, plan, 96, attention, choices=choices, takes_embeds=True)[0]
+    return at_once(make_runner)(
+        loaded, layouts, plan, 96, attention, choices=choices, takes_embeds=True
+    )[0]
 
 
 def embedded(name: str, token_ids: tuple[int, ...]) -> np.ndarray:

@@ -23,6 +23,7 @@ from mlx_parallm.worker.generation.cache_layout import OpaqueLayout, probe_layou
 from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.load.runner import make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.ops import at_once
 from tests.integration.test_parity_generate import (
     BLOCK_SIZE,
     PATHS,
@@ -76,7 +77,7 @@ def runner_of(loaded: Any, attention: QuantisedReferenceAttention) -> ModelRunne
     cache_config = CacheConfig(block_size=BLOCK_SIZE)
     scheduler = SchedulerConfig(max_num_seqs=8)
     plan = plan_kv(layouts, loaded.config, cache_config, scheduler, 96, attention)
-    return make_runner(loaded, layouts, plan, 96, attention)[0]
+    return at_once(make_runner)(loaded, layouts, plan, 96, attention)[0]
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
@@ -140,7 +141,9 @@ def test_a_model_with_caches_of_its_own_is_refused() -> None:
     attention = QuantisedReferenceAttention(BLOCK_SIZE, scheme)
     plan = plan_kv(layouts, loaded.config, CacheConfig(), SchedulerConfig(), 96, attention)
     with pytest.raises(ConfigError, match=r"kv_cache_dtype must be auto: .*its own caches"):
-        make_runner(loaded, (OpaqueLayout("SomeCache"),) * len(layouts), plan, 96, attention)[0]
+        at_once(make_runner)(
+            loaded, (OpaqueLayout("SomeCache"),) * len(layouts), plan, 96, attention
+        )[0]
 
 
 def test_values_beyond_the_scales_are_refused_at_load() -> None:

@@ -10,6 +10,7 @@ import pytest
 from mlx_lm.models import qwen3
 
 from mlx_parallm.worker.generation.load.self_check import CheckedText, check_path, stock_texts
+from mlx_parallm.worker.ops import at_once
 
 VOCAB = 40
 LOUD = 7  # the token whose logit is far from all others
@@ -75,11 +76,11 @@ class PerturbedPath:
     ],
 )
 def test_large_logits_are_rounded_by_more(model: Any, token: int, by: float, agrees: bool) -> None:
-    texts = stock_texts(model, VOCAB, None)
+    texts = at_once(stock_texts)(model, VOCAB, None)
     logprobs = np.array(texts[0].logprobs)
     assert logprobs[:, LOUD].max() < -190
     assert np.sort(logprobs, axis=1)[:, 1].min() > -30
     path: Any = PerturbedPath(texts, token, by)
-    _, error, is_accepted = check_path(path, texts, 16, "bfloat16")
+    _, error, is_accepted = at_once(check_path)(path, texts, 16, "bfloat16")
     assert error is None
     assert is_accepted == agrees

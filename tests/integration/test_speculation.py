@@ -25,6 +25,7 @@ from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.load.runner import make_draft, make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.ops import at_once
 from mlx_parallm.worker.weights.loader import LoadedModel
 from tests.fakes import make_info
 from tests.integration.test_parity_generate import (
@@ -144,13 +145,13 @@ def with_draft(
     model.load_weights(list(weights.items()))
     layouts = probe_layout(model)
     small = LoadedModel(model, config, Path("draft"), "float32", 0)
-    draft = make_draft(small, layouts, backend(4), num_blocks=96, block_size=4)[0]
+    draft = at_once(make_draft)(small, layouts, backend(4), num_blocks=96, block_size=4)[0]
     scheduler = SchedulerConfig(max_num_seqs=8)
     layouts = probe_layout(loaded.model)
     attention = backend(4)
     cache = CacheConfig(block_size=4)
     plan = plan_kv(layouts, loaded.config, cache, scheduler, 96, attention)
-    return make_runner(loaded, layouts, plan, 96, attention, draft)[0]
+    return at_once(make_runner)(loaded, layouts, plan, 96, attention, draft)[0]
 
 
 @pytest.mark.parametrize("backend", [ReferenceAttention, AheadAttention, CompiledAttention])
@@ -173,13 +174,13 @@ def test_a_draft_model_changes_no_token(backend: Any, noise: float, larger: int)
 def test_a_draft_model_with_a_state_is_refused() -> None:
     loaded = loaded_model("lfm2")
     with pytest.raises(ConfigError, match="keeps a state"):
-        make_draft(
+        at_once(make_draft)(
             loaded,
             probe_layout(loaded.model),
             ReferenceAttention(4),
             num_blocks=64,
             block_size=4,
-        )[0]
+        )
 
 
 def test_a_draft_model_needs_the_same_tokens(tmp_path: Path) -> None:

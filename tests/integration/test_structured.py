@@ -22,6 +22,7 @@ from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.load.runner import make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.ops import at_once
 from tests.compiled_attention import AheadAttention, CompiledAttention
 from tests.integration.test_parity_generate import (
     BLOCK_SIZE,
@@ -62,7 +63,7 @@ def shared(name: str, backend: type[ReferenceAttention]) -> ModelRunner:
     plan = plan_kv(
         layouts, loaded.config, CacheConfig(block_size=BLOCK_SIZE), scheduler, 320, attention
     )
-    return make_runner(loaded, layouts, plan, 512, attention, grammars=small_compiler())[0]
+    return at_once(make_runner)(loaded, layouts, plan, 512, attention, grammars=small_compiler())[0]
 
 
 def grammar(spec: GrammarSpec, **more: Any) -> Grammar:

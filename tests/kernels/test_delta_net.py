@@ -22,6 +22,7 @@ from mlx_parallm.worker.layers.delta_net import (
     use_net_kernels,
     why_not,
 )
+from mlx_parallm.worker.ops import at_once
 from tests.builders.architectures.configs import config_of
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_language import ORDERS, CudaShim
@@ -155,7 +156,7 @@ def test_a_served_model_uses_them_and_is_the_same(name: str) -> None:
     assert use_net_kernels(model, kernels) == num_nets > 0
     layouts, before = probe_layout(model), kernels.rows[:]
     vocab_size = text["vocab_size"]
-    choice = choose_path(
+    choice = at_once(choose_path)(
         model,
         layouts,
         ReferenceAttention(4),

@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -147,8 +147,8 @@ def free_memory_bytes(num_engines: int = 1) -> int | None:
     return _free_memory(backend_name(), dict(mx.device_info()), num_engines)
 
 
-def allocate(arrays: Sequence[mx.array]) -> None:
-    """Evaluate new arrays, which are large.
+def allocate(arrays: Sequence[mx.array]) -> Generator[None]:
+    """Evaluate new arrays, which are large, in a stage for each; see ``ops.Stages``.
 
     Raises:
         OutOfMemoryError: there is not so much memory.
@@ -157,7 +157,9 @@ def allocate(arrays: Sequence[mx.array]) -> None:
     if backend_name() == "cpu":
         check_mappable(num_bytes)
     try:
-        mx.eval(arrays)
+        for array in arrays:
+            mx.eval(array)
+            yield
     except (RuntimeError, MemoryError) as cause:
         raise OutOfMemoryError(
             f"The device cannot provide {readable_bytes(num_bytes)} of memory: {cause}"

@@ -5,7 +5,7 @@ The latter is for forwards with one row per token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -29,8 +29,17 @@ class KVPools:
     """One pool per cache, in the order of the model's caches; all share one block table."""
 
     def __init__(
-        self, backend: AttentionBackend, shapes: Sequence[LayerShape | None], num_blocks: int
+        self,
+        backend: AttentionBackend,
+        shapes: Sequence[LayerShape | None],
+        num_blocks: int,
+        *,
+        fills: bool = True,
     ) -> None:
+        """Allocate pools for caches of these shapes; with ``fills`` False, ``fill`` does it.
+
+        A shape is None if the model never writes that cache.
+        """
         # A cache that the model never writes still has a pool, but a tiny one.
         tiny = LayerShape(num_kv_heads=1, key_dim=1, value_dim=1, dtype=mx.float16)
         self._backend = backend
@@ -38,17 +47,23 @@ class KVPools:
         self._num_blocks = num_blocks
         self._written = [index for index, shape in enumerate(shapes) if shape is not None]
         self.layers: list[LayerPool] = []
-        self.restore()
+        if fills:
+            self.restore()
 
     def restore(self) -> None:
-        """Allocate empty pools.
+        """Allocate empty pools; raise as ``fill`` does."""
+        for _ in self.fill():
+            pass
+
+    def fill(self) -> Generator[None]:
+        """Allocate empty pools in stages; see ``ops.Stages``.
 
         Raises:
             OutOfMemoryError: there is not enough memory; then no pools remain.
         """
         self.layers[:] = [self._backend.new_pool(shape, self._num_blocks) for shape in self._shapes]
         try:
-            allocate(self.arrays())
+            yield from allocate(self.arrays())
         except OutOfMemoryError:
             self.release()
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,14 @@ from mlx_parallm.worker.pooling.decoder_runner import DecoderRunner
 from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder, EncoderAdapters
 from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
 from mlx_parallm.worker.pooling.plan import PoolingPlan, PoolingSpec
-from mlx_parallm.worker.weights.loader import DTYPES, CastRule, check_dtype, parameters_of
+from mlx_parallm.worker.weights.loader import (
+    DTYPES,
+    CastRule,
+    check_dtype,
+    parameters_of,
+    weight_parts,
+)
 from mlx_parallm.worker.worker import Device, Loader, Tensors, TrainingSessions, WorkerModel
-
-#: ``PART_BYTES``: weights evaluated by one stage of a load; a larger tensor is a stage by itself.
-PART_BYTES = 4 << 20
 
 
 class PoolingLoader(Loader):
@@ -81,7 +84,7 @@ class PendingEncoder(Pending):
         arrays = parameters_of(model)
         self.num_bytes = sum(array.nbytes for array in arrays.values())
         self._modes = scale_modes(model)
-        self._parts = list(_parts(arrays))
+        self._parts = list(weight_parts(arrays))
 
     @property
     @override
@@ -198,17 +201,3 @@ def load_encoder_runner(folder: Path, dtype: str, spec: VectorSpec) -> AdaptedEn
 def _vectors(config: dict[str, Any]) -> VectorSpec:
     """Return vLLM's default for vectors, where no file of the model describes them."""
     return VectorSpec(poolings=("mean" if reads_both_ways(config) else "last",), normalizes=True)
-
-
-def _parts(arrays: Mapping[str, mx.array]) -> Iterator[dict[str, mx.array]]:
-    """Yield arrays by name, in parts of at most ``PART_BYTES`` or a single larger array."""
-    part: dict[str, mx.array] = {}
-    size = 0
-    for name, array in arrays.items():
-        if part and size + array.nbytes > PART_BYTES:
-            yield part
-            part, size = {}, 0
-        part[name] = array
-        size += array.nbytes
-    if part:
-        yield part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,8 @@ from mlx_parallm.worker.sharding.sharding import Sharding, cut_model
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+#: ``PART_BYTES``: weights evaluated by one stage of a load; a larger tensor is a stage by itself.
+PART_BYTES = 4 << 20
 # What a quantised layer has beside its packed weights.
 PACKED = ("scales", "biases")
 
@@ -108,6 +110,40 @@ class LoadedModel:
     sharding: Sharding | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model whose parameters are not evaluated yet; ``finish`` returns it once they are.
+
+    Attributes:
+        loaded: the model and its facts.
+        ranks: the processes that load it together; None if there is this one alone.
+    """
+
+    loaded: LoadedModel
+    ranks: Ranks | None = None
+
+    def parts(self) -> Iterator[Callable[[], None]]:
+        """Yield what evaluates the parameters, a part each; raise ModelLoadError as ``load_model``.
+
+        Processes that load a model together evaluate it at once.
+        """
+        model, path = self.loaded.model, self.loaded.path
+        arrays, modes = parameters_of(model), scale_modes(model)
+        for part in weight_parts(arrays) if self.ranks is None else [arrays]:
+            yield partial(self._evaluate, part, path, modes)
+
+    def _evaluate(self, part: dict[str, mx.array], path: Path, modes: Mapping[str, str]) -> None:
+        with load_failures(path), all_succeed(self.ranks):
+            evaluate_weights(part, path, modes)
+
+    def finish(self) -> LoadedModel:
+        """Return the model, of which all parts were evaluated."""
+        if self.loaded.sharding is not None:
+            # Last, when layers have the classes that kernels give them.
+            self.loaded.sharding.add_up()
+        return self.loaded
+
+
 def load_model(
     config: ModelConfig,
     path: Path,
@@ -116,7 +152,22 @@ def load_model(
     trials: KernelTrials | None = None,
     ranks: Ranks | None = None,
 ) -> LoadedModel:
-    """Load a folder in mlx_lm's or Hugging Face's form.
+    """Load a folder in mlx_lm's or Hugging Face's form; see ``open_model``."""
+    opened = open_model(config, path, cast=cast, trials=trials, ranks=ranks)
+    for evaluate in opened.parts():
+        evaluate()
+    return opened.finish()
+
+
+def open_model(
+    config: ModelConfig,
+    path: Path,
+    *,
+    cast: CastRule = DECIDE,
+    trials: KernelTrials | None = None,
+    ranks: Ranks | None = None,
+) -> OpenedModel:
+    """Begin to load a folder in mlx_lm's or Hugging Face's form: no parameter is read.
 
     On the CPU, ``dtype="auto"`` casts and dequantises to float32 when the result fits in half of
     the free memory: it is 18 to 40 times faster there than bfloat16 and 4-bit.
@@ -131,7 +182,8 @@ def load_model(
 
     Raises:
         ConfigError: an unknown dtype, or a model that these ranks cannot compute together.
-        ModelLoadError: the architecture is unknown, or weights are missing, NaN or infinite.
+        ModelLoadError: the architecture is unknown, or weights are missing; when the parts are
+            evaluated, they are NaN or infinite.
     """
     check_dtype(config.dtype)
     with load_failures(path):
@@ -149,13 +201,8 @@ def load_model(
             use_net_kernels(model, NetKernels(CudaLanguage()), trials)
         run_uncompiled(model)
         model.eval()
-        with all_succeed(ranks):
-            evaluate_weights(parameters_of(model), path, scale_modes(model))
-        if sharding is not None:
-            # Last, when layers have the classes that kernels give them.
-            sharding.add_up()
     loaded = loaded_model(model, model_config, path, config, is_cast=is_cast)
-    return replace(loaded, sharding=sharding)
+    return OpenedModel(replace(loaded, sharding=sharding), ranks)
 
 
 def check_dtype(dtype: str) -> None:
@@ -190,6 +237,20 @@ def load_parameters(
         model, _ = _read(config, folder, ranks)
         model, _ = _cast_generator(model, config.dtype, CastRule(is_cast=is_cast))
     return parameters_of(model)
+
+
+def weight_parts(arrays: Mapping[str, mx.array]) -> Iterator[dict[str, mx.array]]:
+    """Yield arrays by name, in parts of at most ``PART_BYTES`` or a single larger array."""
+    part: dict[str, mx.array] = {}
+    size = 0
+    for name, array in arrays.items():
+        if part and size + array.nbytes > PART_BYTES:
+            yield part
+            part, size = {}, 0
+        part[name] = array
+        size += array.nbytes
+    if part:
+        yield part
 
 
 def parameters_of(model: Any) -> dict[str, mx.array]:

@@ -22,6 +22,7 @@ from mlx_parallm.worker.generation.load.self_check import (
     largest_difference,
     stock_texts,
 )
+from mlx_parallm.worker.ops import at_once
 from mlx_parallm.worker.sharding.check import check_shardable
 from mlx_parallm.worker.sharding.sharding import cut_model
 from tests.builders.architectures.configs import (
@@ -51,7 +52,7 @@ def try_ranks(name: str, ranks: Ranks) -> dict[str, Any]:
     config = config_of(name)
     whole = build(config)
     window = checked_length(whole, probe_layout(whole))
-    texts = stock_texts(whole, config["vocab_size"], window)
+    texts = at_once(stock_texts)(whole, config["vocab_size"], window)
     model = build(config)
     try:
         check_shardable(model, config, Path(name), ranks.size)
@@ -61,7 +62,7 @@ def try_ranks(name: str, ranks: Ranks) -> dict[str, Any]:
     choice = choose(model, config, ranks)
     return {
         "path": choice.name,
-        "difference": largest_difference(choice.path, texts, BLOCK_SIZE),
+        "difference": at_once(largest_difference)(choice.path, texts, BLOCK_SIZE),
     }
 
 
@@ -113,7 +114,8 @@ def _try_long(name: str) -> dict[str, Any]:
     if path == "alone":
         return {"path": path, "difference": 0.0}
     try:
-        return {"path": path, "difference": largest_difference(choice.path, texts, BLOCK_SIZE)}
+        difference = at_once(largest_difference)(choice.path, texts, BLOCK_SIZE)
+        return {"path": path, "difference": difference}
     except MODEL_ERRORS as reason:
         return {"path": path, "error": f"{type(reason).__name__}: {reason}"}
 
@@ -126,7 +128,7 @@ def choose(
     attention: type[ReferenceAttention] = ReferenceAttention,
 ) -> PathChoice:
     """Return the path that a model takes with this attention."""
-    return choose_path(
+    return at_once(choose_path)(
         model,
         probe_layout(model),
         attention(BLOCK_SIZE),

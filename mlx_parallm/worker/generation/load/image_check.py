@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,7 +147,9 @@ class ImageCheck:
             except MODEL_ERRORS as cause:
                 self._error = f"mlx_lm's model does not compute them: {_message(cause)}"
 
-    def why_not(self, path: ForwardPath, block_size: int, dtype: str) -> str | None:
+    def why_not(
+        self, path: ForwardPath, block_size: int, dtype: str
+    ) -> Generator[None, None, str | None]:
         """Return why a path cannot compute images; None if it agrees with the stock model."""
         forward = self._forward.on(path)
         error = self._error or forward.why_no_images
@@ -158,7 +160,7 @@ class ImageCheck:
             return forward.logits(sequences, token_array(sequences), rows, self._features)
 
         try:
-            difference = largest_difference_of(
+            difference = yield from largest_difference_of(
                 self._steps(block_size), self._expected, logits, path.arrays, all_rows=True
             )
         except MODEL_ERRORS as cause:

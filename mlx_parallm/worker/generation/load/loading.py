@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,6 @@ from mlx_parallm.worker.ops import (
     DropInputs,
     DropPrepared,
     Load,
-    OneStage,
     Pending,
     PrepareWeights,
     ReadAdapter,
@@ -50,13 +49,14 @@ from mlx_parallm.worker.ops import (
     ReadStates,
     Sleep,
     StageAdapter,
+    Stages,
     Step,
     Wake,
     WriteBlocks,
     WriteStates,
 )
 from mlx_parallm.worker.training_ops import CloseTraining, ForgetTraining
-from mlx_parallm.worker.weights.loader import CastRule, LoadedModel, load_model
+from mlx_parallm.worker.weights.loader import CastRule, LoadedModel, open_model
 from mlx_parallm.worker.weights.preparing import prepare
 from mlx_parallm.worker.worker import Device, Loader, Tensors, TrainingSessions, WorkerModel
 
@@ -88,34 +88,58 @@ class GenerationLoader(Loader):
         return PendingGenerator(self, op, device)
 
 
-class PendingGenerator(OneStage[GenerationPlan]):
-    """A load in one stage. Implements ``PendingLoad``.
+class PendingGenerator(Pending[GenerationPlan]):
+    """A model whose weights are read in stages. Implements ``PendingLoad``.
 
     Attributes:
-        num_bytes: 0, because the size is not known before the weights are read.
+        num_bytes: size of its weights.
         model: the model, once ``wait`` has returned.
     """
 
-    num_bytes = 0
-
     def __init__(self, loader: GenerationLoader, op: Load, device: Device) -> None:
-        self.model: GeneratorModel | None = None
-        self._loader = loader
-        self._op = op
-        self._device = device
-
-    def wait(self) -> GenerationPlan:
-        """Read the weights and choose the attention backend.
+        """Open the folder; no parameter is read.
 
         Raises:
             ConfigError: a setting does not suit the model.
             ModelLoadError: the model cannot be loaded.
         """
-        spec: GenerationSpec = self._op.spec
-        _refuse_draft(spec, self._loader.ranks)
-        with load_failures(spec.path):
-            weights = _read(spec, self._op.plan, self._loader)
-        self.model = GeneratorModel(weights, self._device, self._loader.make_sessions)
+        self.model: GeneratorModel | None = None
+        self._loader = loader
+        self._op = op
+        self._device = device
+        spec: GenerationSpec = op.spec
+        _refuse_draft(spec, loader.ranks)
+        chosen = None if op.plan is None else op.plan.choices
+        self._trials = KernelTrials(None if chosen is None else chosen.kernels, loader.ranks)
+        rule = CastRule(None if chosen is None else chosen.is_cast, spec.free_bytes, loader.ranks)
+        self._opened = open_model(
+            spec.config, spec.path, cast=rule, trials=self._trials, ranks=loader.ranks
+        )
+        if is_encoder_decoder(self._opened.loaded.model):
+            _refuse_for_sources(spec)
+        self._parts = list(self._opened.parts())
+        self.num_bytes = self._opened.loaded.weight_bytes
+
+    @property
+    @override
+    def num_stages(self) -> int:
+        return len(self._parts) + 1
+
+    @override
+    def advance(self) -> None:
+        """Read the next part of the weights; raise ModelLoadError if it cannot be."""
+        self._parts.pop(0)()
+
+    @override
+    def wait(self) -> GenerationPlan:
+        """Read what is left of the weights and choose the attention backend; raise as above."""
+        while self._parts:
+            self.advance()
+        op, loader = self._op, self._loader
+        with load_failures(op.spec.path):
+            loaded = self._opened.finish()
+            weights = _planned(op.spec, op.plan, loader, loaded, self._trials)
+        self.model = GeneratorModel(weights, self._device, loader.make_sessions)
         return weights.plan
 
 
@@ -141,16 +165,15 @@ class _Weights:
     earlier: GenerationPlan | None
 
 
-def _read(
-    spec: GenerationSpec, earlier: GenerationPlan | None, loader: GenerationLoader
+def _planned(
+    spec: GenerationSpec,
+    earlier: GenerationPlan | None,
+    loader: GenerationLoader,
+    loaded: LoadedModel,
+    trials: KernelTrials,
 ) -> _Weights:
-    """Load a model; the choices of an ``earlier`` load, maybe in another worker, are taken over."""
+    """Return a model with its plan, for which choices of an ``earlier`` load are taken over."""
     chosen = None if earlier is None else earlier.choices
-    trials = KernelTrials(None if chosen is None else chosen.kernels, loader.ranks)
-    rule = CastRule(None if chosen is None else chosen.is_cast, spec.free_bytes, loader.ranks)
-    loaded = load_model(spec.config, spec.path, cast=rule, trials=trials, ranks=loader.ranks)
-    if is_encoder_decoder(loaded.model):
-        _refuse_for_sources(spec)
     vocab_size = vocab_size_of(loaded)
     layouts = probe_layout(loaded.model)
     attention = _attention(spec, loaded, layouts, chosen, loader)
@@ -253,7 +276,7 @@ class GeneratorModel(WorkerModel):
             case DropInputs():
                 return Done(self._runner.drop_inputs(op.slots))
             case Allocate():
-                return Done(self._allocate(op))
+                return Stages(self._allocate(op))
             case AddAdapter() | StageAdapter() | ReadAdapter() | DropAdapter():
                 return self._runner.adapters.begin(op, tensors)
             case PrepareWeights():
@@ -325,7 +348,7 @@ class GeneratorModel(WorkerModel):
             case Checksums():
                 return live.checksums()
 
-    def _allocate(self, op: Allocate) -> GenerationPlan:
+    def _allocate(self, op: Allocate) -> Generator[None, None, GenerationPlan]:
         """Allocate the KV pool, choose how the model runs, and return the complete plan."""
         weights, self._weights = self._weights, None
         assert weights is not None, "the model has a KV pool already"
@@ -334,10 +357,11 @@ class GeneratorModel(WorkerModel):
             model: Any = self._device.take(op.draft)
             chosen = None if earlier is None else earlier.draft
             draft_weights: _Weights = model.take_weights()
-            draft, draft_choices = _draft_of(draft_weights, chosen, kv.block_size, op.num_blocks)
+            drafting = _draft_of(draft_weights, chosen, kv.block_size, op.num_blocks)
+            draft, draft_choices = yield from drafting
             # A block has KV of both models, for the same number of tokens.
             kv = replace(kv, block_bytes=kv.block_bytes + draft_weights.plan.kv.block_bytes)
-        runner, choices = make_runner(
+        runner, choices = yield from make_runner(
             weights.loaded,
             weights.layouts,
             kv,
@@ -403,7 +427,7 @@ def _refuse_draft(spec: GenerationSpec, ranks: Ranks | None) -> None:
 
 def _draft_of(
     weights: _Weights, chosen: DecoderChoices | None, block_size: int, num_blocks: int
-) -> tuple[DraftModel, DecoderChoices]:
+) -> Generator[None, None, tuple[DraftModel, DecoderChoices]]:
     """Return a draft model whose pools have the target model's blocks, and its choices."""
     return make_draft(
         weights.loaded,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from mlx_parallm.worker.generation.load.self_check import (
     check_path,
     largest_difference,
     random_texts,
-    rehearse,
+    rehearsed,
     stock_texts,
 )
 from mlx_parallm.worker.generation.paged_cache import KVPools
@@ -100,12 +100,12 @@ def choose_path(  # noqa: PLR0913 - settings, by name
     ranks: Ranks | None = None,
     make_check: Callable[[], ImageCheck] | None = None,
     max_scores: float = math.inf,
-) -> PathChoice:
+) -> Generator[None, None, PathChoice]:
     """Return the first path that agrees with the stock model, from the fastest to the safest.
 
-    Each path is checked on random ragged prompts. If none agrees, ``AlonePath`` is taken, which is
-    the stock model. With quantised KV no path agrees, so the same path with exact KV is checked.
-    Encoder-decoders run packed or not at all.
+    Each path is checked on random ragged prompts, in stages (see ``ops.Stages``). If none agrees,
+    ``AlonePath`` is taken, which is the stock model. With quantised KV no path agrees, so the same
+    path with exact KV is checked. Encoder-decoders run packed or not at all.
 
     Args:
         model: the model.
@@ -131,12 +131,12 @@ def choose_path(  # noqa: PLR0913 - settings, by name
         make_check = None
     images = None if make_check is None else make_check()
 
-    def why_not(path: ForwardPath) -> str | None:
-        return None if images is None else images.why_not(path, block_size, dtype)
+    def why_not(path: ForwardPath) -> Generator[None, None, str | None]:
+        return None if images is None else (yield from images.why_not(path, block_size, dtype))
 
     if chosen == ALONE or any(isinstance(layout, OpaqueLayout) for layout in leaves(layouts)):
         path = _alone(model, backend)
-        return PathChoice(path, ALONE, why_no_images=why_not(path))
+        return PathChoice(path, ALONE, why_no_images=(yield from why_not(path)))
     attempts: list[PathAttempt] = []
     window = checked_length(model, layouts)
     needed = blocks_needed(block_size, window)
@@ -144,32 +144,43 @@ def choose_path(  # noqa: PLR0913 - settings, by name
     needed += 0 if sources is None else sources.num_blocks
     blocks = max(num_blocks, needed)
     candidates = _Candidates(model, layouts, vocab_size, block_size, ranks, max_scores)
-    candidates.use(backend.unquantised(), blocks if backend.quantisation is None else needed)
+    exact = blocks if backend.quantisation is None else needed
+    yield from candidates.use(backend.unquantised(), exact)
     if chosen is not None:
         make = dict(candidates.in_order())[chosen]
         if backend.quantisation is not None:
-            candidates.use(backend, blocks)
-        path = make()
-        rehearse(path, random_texts(vocab_size, window), block_size, sources)
+            yield from candidates.use(backend, blocks)
+        path = yield from rehearsed(make(), random_texts(vocab_size, window), block_size, sources)
         return PathChoice(path, chosen, selector=candidates.selector)
-    texts = stock_texts(model, vocab_size, window, sources, dtype)
+    texts = yield from stock_texts(model, vocab_size, window, sources, dtype)
     for name, make in candidates.in_order():
         path = make()
-        difference, error, is_right = check_path(path, texts, block_size, dtype, sources)
-        agrees = agreed(ranks, is_right)
-        attempts.append(PathAttempt(name, difference, error, agrees))
-        logger.debug("path %s: difference %s, error %s", name, difference, error)
-        reason = why_not(path) if agrees else None
-        if agrees and backend.quantisation is None:
+        checking = check_path(path, texts, block_size, dtype, sources)
+        attempt = yield from _attempt(name, checking, ranks)
+        attempts.append(attempt)
+        reason = (yield from why_not(path)) if attempt.agrees else None
+        if attempt.agrees and backend.quantisation is None:
             return PathChoice(path, name, tuple(attempts), candidates.selector, reason)
         if isinstance(path, SplitPath):
             path.close()
-        if agrees:
-            candidates.use(backend, blocks)
-            path = _runnable(make(), texts, block_size, sources)
+        if attempt.agrees:
+            yield from candidates.use(backend, blocks)
+            path = yield from _runnable(make(), texts, block_size, sources)
             return PathChoice(path, name, tuple(attempts), candidates.selector, reason)
     path = _alone(model, backend, attempts)
-    return PathChoice(path, ALONE, tuple(attempts), candidates.selector, why_not(path))
+    tried = tuple(attempts)
+    return PathChoice(path, ALONE, tried, candidates.selector, (yield from why_not(path)))
+
+
+def _attempt(
+    name: str,
+    checking: Generator[None, None, tuple[float | None, str | None, bool]],
+    ranks: Ranks | None,
+) -> Generator[None, None, PathAttempt]:
+    """Return the result of a check on all ranks."""
+    difference, error, is_right = yield from checking
+    logger.debug("path %s: difference %s, error %s", name, difference, error)
+    return PathAttempt(name, difference, error, agreed(ranks, is_right))
 
 
 def _alone(
@@ -191,10 +202,10 @@ def _runnable(
     texts: Sequence[CheckedText],
     block_size: int,
     sources: CheckedSources | None,
-) -> ForwardPath:
+) -> Generator[None, None, ForwardPath]:
     """Return the path if it runs with quantised KV; its difference from exact KV is only logged."""
     try:
-        difference = largest_difference(path, texts, block_size, sources)
+        difference = yield from largest_difference(path, texts, block_size, sources)
     except MODEL_ERRORS as cause:
         raise ConfigError(f"kv_cache_dtype must be auto for this model: {cause}") from cause
     if not math.isfinite(difference):
@@ -255,11 +266,12 @@ class _Candidates:
         self._max_scores = max_scores
         self.selector: RowSelector = install_row_selection(model, vocab_size, ranks)
 
-    def use(self, backend: AttentionBackend, num_blocks: int) -> None:
+    def use(self, backend: AttentionBackend, num_blocks: int) -> Generator[None]:
         """Make the next paths with new pools of this backend."""
         shapes = [layout.shape for layout in leaves(self._layouts) if isinstance(layout, KVLayout)]
         self._backend = backend
-        self._pools = KVPools(backend, shapes, num_blocks)
+        self._pools = KVPools(backend, shapes, num_blocks, fills=False)
+        yield from self._pools.fill()
 
     def in_order(self) -> Iterator[tuple[str, Callable[[], ForwardPath]]]:
         """Yield names and makers of paths, from the fastest to the safest."""

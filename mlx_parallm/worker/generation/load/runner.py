@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 
 import mlx.core as mx
@@ -64,8 +64,8 @@ def make_runner(  # noqa: PLR0913 - settings, by name
     speculates: bool = False,
     max_source_len: int = 0,
     faults: DeviceFaults | None = None,
-) -> tuple[ModelRunner, DecoderChoices]:
-    """Return the runner of a model and all choices for it, made here or taken over.
+) -> Generator[None, None, tuple[ModelRunner, DecoderChoices]]:
+    """Return the runner of a model and all choices for it, made here or taken over, in stages.
 
     Args:
         loaded: the model.
@@ -88,6 +88,7 @@ def make_runner(  # noqa: PLR0913 - settings, by name
     ranks = None if loaded.sharding is None else loaded.sharding.ranks
     vocab_size, dtype = vocab_size_of(loaded), _dtype_of(loaded)
     kernels, _ = choose_sampling(vocab_size, dtype, chosen.samples_by_kernel, ranks)
+    yield
     tower: Tower | None = getattr(loaded.model, TOWER, None)
     embedding = (
         find_embedding(loaded.model, vocab_size, dtype, _image_tokens(loaded), ranks)
@@ -95,7 +96,8 @@ def make_runner(  # noqa: PLR0913 - settings, by name
         else None
     )
     forward = input_forward(loaded, embedding)
-    choice = choose_path(
+    yield
+    choice = yield from choose_path(
         loaded.model,
         layouts,
         backend,
@@ -111,6 +113,7 @@ def make_runner(  # noqa: PLR0913 - settings, by name
     path = choice.path
     proposals = None
     if speculates:
+        yield
         proposals = choose_proposals(
             path,
             vocab_size=vocab_size,
@@ -122,6 +125,7 @@ def make_runner(  # noqa: PLR0913 - settings, by name
         )
     if path.name in {"sequential", "alone"}:
         logger.warning("%s computes one sequence at a time", loaded.path.name)
+    yield
     products = product_dtype(loaded.dtype)
     path.adapters.kernels, _ = choose_change_kernels(products, chosen.adapts_by_kernel, ranks)
     layers = AdaptedLayers(
@@ -172,8 +176,8 @@ def make_draft(
     num_blocks: int,
     block_size: int,
     choices: DecoderChoices | None = None,
-) -> tuple[DraftModel, DecoderChoices]:
-    """Return a draft model and all choices for it; ``choices`` of an earlier load are taken over.
+) -> Generator[None, None, tuple[DraftModel, DecoderChoices]]:
+    """Return a draft model and all choices for it, in stages; see ``make_runner``.
 
     Raises:
         ConfigError: the model keeps a state, which cannot be rolled back.
@@ -181,7 +185,7 @@ def make_draft(
     """
     vocab_size, dtype = vocab_size_of(loaded), _dtype_of(loaded)
     chosen = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
-    choice = choose_path(
+    choice = yield from choose_path(
         loaded.model,
         layouts,
         backend,

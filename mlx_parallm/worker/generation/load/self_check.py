@@ -1,14 +1,15 @@
 """Compares a path with the stock model on random prompts, when a model is loaded.
 
 Some architectures run in a path without an error and give wrong results. So paths are chosen by
-this check, and by no list of architectures.
+this check, and by no list of architectures. It runs in stages, with other models between them: its
+functions return generators, see ``ops.Stages``.
 """
 
 from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -59,7 +60,7 @@ def stock_texts(
     window: int | None,
     sources: CheckedSources | None = None,
     dtype: str = "float32",
-) -> list[CheckedText]:
+) -> Generator[None, None, list[CheckedText]]:
     """Return ``random_texts`` with the stock model's results: a prompt each, then decode steps.
 
     Rounding of an encoder-decoder in 16 bits is measured: its scores may not be scaled, and their
@@ -69,18 +70,28 @@ def stock_texts(
     caches = [make_prompt_cache(model) for _ in texts]
     if sources is not None:
         sources.set_in(caches)
-    checked = [stock_text(model, text, own) for text, own in zip(texts, caches, strict=True)]
+    checked = yield from _computed(model, texts, caches)
     if sources is None or dtype == "float32":
         return checked
     caches = [make_prompt_cache(model) for _ in texts]
     sources.set_in(caches, is_wide=False)
-    rounded = [stock_text(model, text, own) for text, own in zip(texts, caches, strict=True)]
+    rounded = yield from _computed(model, texts, caches)
     noise = max(
         cast("float", (mx.abs(text.logprobs - other.logprobs) / text.units).max().item())
         for text, other in zip(checked, rounded, strict=True)
     )
     factor = max(1.0, MAX_NOISE * noise / tolerance_of(dtype))
     return [replace(text, units=text.units * factor) for text in checked]
+
+
+def _computed(
+    model: Any, texts: Sequence[list[int]], caches: Sequence[Sequence[Any]]
+) -> Generator[None, None, list[CheckedText]]:
+    checked: list[CheckedText] = []
+    for text, own in zip(texts, caches, strict=True):
+        checked.append(stock_text(model, text, own))
+        yield
+    return checked
 
 
 def random_texts(vocab_size: int, window: int | None) -> list[list[int]]:
@@ -95,13 +106,13 @@ def random_texts(vocab_size: int, window: int | None) -> list[list[int]]:
     ]
 
 
-def rehearse(
+def rehearsed(
     path: ForwardPath,
     texts: Sequence[list[int]],
     block_size: int,
     sources: CheckedSources | None = None,
-) -> None:
-    """Run the steps of the check without comparing the results.
+) -> Generator[None, None, ForwardPath]:
+    """Return the path, with the steps of the check run and no results compared.
 
     A compiled path learns from the first decode steps what the layers need of a plan. After a
     rehearsal it computes exactly as a path that was checked.
@@ -109,6 +120,8 @@ def rehearse(
     for sequences in given(sources, path, steps_of(texts, block_size)):
         logits = path.logits(sequences, token_array(sequences), _last_rows(sequences))
         mx.eval(logits, path.arrays())
+        yield
+    return path
 
 
 def largest_difference(
@@ -116,7 +129,7 @@ def largest_difference(
     texts: Sequence[CheckedText],
     block_size: int,
     sources: CheckedSources | None = None,
-) -> float:
+) -> Generator[None, None, float]:
     """Return the largest absolute difference of log-probabilities from the stock model's, in units.
 
     Sequences join at different steps, and prompts are prefilled in chunks beside decode rows. A
@@ -127,7 +140,7 @@ def largest_difference(
         return path.logits(sequences, token_array(sequences), rows)
 
     steps = given(sources, path, steps_of([text.token_ids for text in texts], block_size))
-    return largest_difference_of(steps, texts, logits, path.arrays)
+    return (yield from largest_difference_of(steps, texts, logits, path.arrays))
 
 
 def largest_difference_of(
@@ -137,7 +150,7 @@ def largest_difference_of(
     arrays: Callable[[], Any],
     *,
     all_rows: bool = False,
-) -> float:
+) -> Generator[None, None, float]:
     """Return the largest absolute difference of log-probabilities in steps, in units.
 
     Args:
@@ -163,6 +176,7 @@ def largest_difference_of(
         mx.eval(difference, arrays())
         value = cast("float", difference.item())
         worst = max(worst, value if value == value else float("inf"))
+        yield
     return worst
 
 
@@ -172,13 +186,13 @@ def check_path(
     block_size: int,
     dtype: str,
     sources: CheckedSources | None = None,
-) -> tuple[float | None, str | None, bool]:
+) -> Generator[None, None, tuple[float | None, str | None, bool]]:
     """Return the path's difference, or the error that it raised, and True if it agrees.
 
     A path agrees with the stock model if the difference is within the tolerance of ``dtype``.
     """
     try:
-        worst = largest_difference(path, texts, block_size, sources)
+        worst = yield from largest_difference(path, texts, block_size, sources)
     except MODEL_ERRORS as reason:
         return None, f"{type(reason).__name__}: {reason}", False
     return worst, None, agrees_with(worst, dtype)

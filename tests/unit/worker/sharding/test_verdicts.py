@@ -11,6 +11,7 @@ from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.inputs.rows import find_embedding
 from mlx_parallm.worker.generation.load.path_choice import ALONE, choose_path
 from mlx_parallm.worker.generation.row_selection import install_row_selection
+from mlx_parallm.worker.ops import at_once
 from mlx_parallm.worker.weights.loader import CastRule
 from tests.builders.architectures.configs import VOCAB_SIZE, config_of
 from tests.builders.architectures.trial import build
@@ -37,7 +38,7 @@ def test_a_path_is_used_if_all_ranks_find_it_right() -> None:
     model = build(config_of("llama"))
     # The other rank refuses the head's rows and the packed path.
     ranks = Verdicts(num_refused=2)
-    choice = choose_path(
+    choice = at_once(choose_path)(
         model,
         probe_layout(model),
         ReferenceAttention(4),
@@ -57,7 +58,7 @@ def test_a_path_is_used_if_all_ranks_find_it_right() -> None:
 
 def test_a_model_runs_alone_if_ranks_agree_on_no_path() -> None:
     model = build(config_of("llama"))
-    choice = choose_path(
+    choice = at_once(choose_path)(
         model,
         probe_layout(model),
         ReferenceAttention(4),
