@@ -28,7 +28,7 @@ from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS
 from mlx_parallm.engine.kind import BuiltModel, TellProgress
 from mlx_parallm.engine.local_life import LocalLife
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.generation.build import reasoning_format_of, tool_format_of
+from mlx_parallm.generation.assembly import reasoning_format_of, tool_format_of
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.metrics import EngineMetrics

@@ -20,7 +20,7 @@ from mlx_lm.generate import BatchGenerator
 
 from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.generation.build import speculative_for
+from mlx_parallm.generation.assembly import speculative_for
 from mlx_parallm.generation.device_runner import DeviceRunner
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager

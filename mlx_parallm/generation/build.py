@@ -1,126 +1,27 @@
-"""Wires the real parts of an engine from a configuration."""
+"""Loads the generators of a configuration, and shares the KV memory among them."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection
-from dataclasses import dataclass, replace
-from pathlib import Path
 
 from typing_extensions import override
 
-from mlx_parallm.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
-from mlx_parallm.demo_models.folders import DEMO_NAME
-from mlx_parallm.engine.device import DeviceAdapters, DeviceWeights
 from mlx_parallm.engine.kind import BuildContext, BuiltModel, KindBuilder, ModelFolder
-from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.engine.model_files import fetch_model
-from mlx_parallm.engine.policies import Policies
-from mlx_parallm.generation.device_runner import DeviceRunner
-from mlx_parallm.generation.engine import GenerationEngine
-from mlx_parallm.generation.kind import GenerationKind
+from mlx_parallm.generation.kind import GenerationKind, read_tokenizers
 from mlx_parallm.generation.kv_cache.budget import KVShare, report_cut, share_budget
 from mlx_parallm.generation.kv_cache.disk.folder import check_kv_folder
-from mlx_parallm.generation.kv_cache.manager import KVCacheManager
-from mlx_parallm.generation.kv_cache.opening import make_snapshots, open_tiers
-from mlx_parallm.generation.kv_cache.tiers import Tiers
-from mlx_parallm.generation.kv_memory import free_bytes, kv_budget
-from mlx_parallm.generation.metrics import EngineMetrics, GenerationFamilies
-from mlx_parallm.generation.model import GenerationModel
-from mlx_parallm.generation.scheduler.scheduler import Scheduler
-from mlx_parallm.grammar.compiler import GrammarCompiler
-from mlx_parallm.grammar.vocabulary import GrammarVocabulary
-from mlx_parallm.images.form import ImageForm, image_form
-from mlx_parallm.models.checkpoints.contents import FolderContents, SeenFolder, user_memory
-from mlx_parallm.models.checkpoints.decoder_sizes import learned_positions
-from mlx_parallm.models.load_failures import load_failures
-from mlx_parallm.parsing import registry
-from mlx_parallm.parsing.forced import call_writer
-from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
-from mlx_parallm.tokenizer.loading import load_tokenizer
-from mlx_parallm.tokenizer.seq2seq.loading import load_seq2seq
-from mlx_parallm.tokenizer.seq2seq.tokenizer import Seq2SeqTokenizer
-from mlx_parallm.tokenizer.template_form import log_losses
-from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
-from mlx_parallm.types.content import Identity, package_versions
-from mlx_parallm.types.errors import ConfigError, ModelLoadError
-from mlx_parallm.types.model_input import InputKind
-from mlx_parallm.types.request import BaseWeights
-from mlx_parallm.types.step import KVPlan, RunnerInfo
-from mlx_parallm.types.work import StateCache
-from mlx_parallm.worker.device.properties import backend_name
-from mlx_parallm.worker.device.ranks import Ranks
+from mlx_parallm.generation.kv_memory import kv_budget
+from mlx_parallm.generation.metrics import GenerationFamilies
+from mlx_parallm.generation.pending import PendingGenerationModel
 from mlx_parallm.worker.generation.load.loading import GenerationLoader
-from mlx_parallm.worker.generation.load.plan import GenerationPlan, GenerationSpec
-from mlx_parallm.worker.generation.warm_up import WarmUp
-from mlx_parallm.worker.ops import Allocate, Load
+from mlx_parallm.worker.generation.load.plan import GenerationSpec
 from mlx_parallm.worker.training.sessions import TrainingSessions
 from mlx_parallm.worker.training.trained_decoder import TrainedDecoder
-from mlx_parallm.worker.weights.revision import folder_revision
 from mlx_parallm.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
-# CUDA_TOKEN_BUDGET: tokens of a step that keep an NVIDIA GPU busy; other devices take too long.
-CUDA_TOKEN_BUDGET = 2048
-# SMALL_BATCH_SIZE: most sequences that decode for which proposals pay on the CPU, where every row
-# takes its time, and for models with a state, whose steps with proposals have several shapes; see
-# ``speculating.DEFAULT_BATCH_SIZE``.
-SMALL_BATCH_SIZE = 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A draft model in memory.
-
-    Attributes:
-        plan: its weights.
-        seen: its folder before its weights were read.
-    """
-
-    plan: GenerationPlan
-    seen: SeenFolder
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A model in memory, before it has any KV.
-
-    Attributes:
-        folder: its settings and its files.
-        tokenizer: its own.
-        kv: what a block of it and of its draft model takes.
-        plan: its weights.
-        contents: finds those of its folder, and of later ones.
-        seen: its folder before its weights were read.
-        draft: its draft model; None if it has none.
-        seq2seq: the two sides of its tokenizer if it is an encoder-decoder, else None.
-    """
-
-    folder: ModelFolder
-    tokenizer: ParallmTokenizer
-    kv: KVPlan
-    plan: GenerationPlan
-    contents: FolderContents
-    seen: SeenFolder
-    draft: _Draft | None = None
-    seq2seq: Seq2SeqTokenizer | None = None
-
-    @property
-    def name(self) -> str:
-        """The model's name in the worker."""
-        return self.folder.names[0]
-
-    @property
-    def draft_name(self) -> str:
-        """The name that a draft model of it has in the worker."""
-        return f"{self.name} draft"
-
-    @property
-    def weight_bytes(self) -> int:
-        """Return the size of the weights of the model and its draft model."""
-        return self.plan.weight_bytes + (self.draft.plan.weight_bytes if self.draft else 0)
 
 
 class GenerationBuilder(GenerationKind, KindBuilder):
@@ -144,10 +45,12 @@ class GenerationBuilder(GenerationKind, KindBuilder):
         """Load models and share one byte budget of KV among them; see ``KindBuilder``."""
         if context.settings.cache.kv_disk is not None:
             check_kv_folder(context.settings.cache.kv_disk)
-        shared = _load_all(models, context)
-        for _, share in shared:
+        built: list[BuiltModel] = []
+        for pending, share in _load_all(models, context):
             logger.info("%s: %s", share.name, share)
-        return [_assemble(loaded, share, context) for loaded, share in shared]
+            pending.allocate(share)
+            built.append(pending.finish())
+        return built
 
 
 def planned(models: Collection[ModelFolder], context: BuildContext) -> list[tuple[KVShare, str]]:
@@ -155,336 +58,44 @@ def planned(models: Collection[ModelFolder], context: BuildContext) -> list[tupl
 
     Raises as ``KindBuilder.build`` does.
     """
-    loaded = _load_all(models, context)
-    return [(share, (each.seq2seq or each.tokenizer).description) for each, share in loaded]
+    return [
+        (share, pending.read().tokenizers.description)
+        for pending, share in _load_all(models, context)
+    ]
 
 
 def _load_all(
     models: Collection[ModelFolder], context: BuildContext
-) -> list[tuple[_Loaded, KVShare]]:
-    """Load models and share the KV memory among them.
+) -> list[tuple[PendingGenerationModel, KVShare]]:
+    """Read the weights of models and share the KV memory among them.
 
     Raises:
         ConfigError: there is not even a block for each, or engines divide the memory and a share
             does not hold the context that was configured.
     """
-    loaded = [_load(folder, context) for folder in models]
+    pending = [_begun(folder, context) for folder in models]
+    loaded = [each.read() for each in pending]
     plans = [each.kv for each in loaded]
     cache = context.settings.cache
     weight_bytes = sum(each.weight_bytes for each in loaded)
     budget = kv_budget(plans, weight_bytes, cache, context.worker)
     blocks = share_budget(plans, budget, cache.num_engines)
     limit = cache.state_cache_bytes if cache.enable_prefix_caching else 0
-    shared = [
-        (each, KVShare(each.name, each.kv, count).with_snapshots(limit))
+    shares = [
+        KVShare(each.name, each.kv, count).with_snapshots(limit)
         for each, count in zip(loaded, blocks, strict=True)
     ]
-    for each, share in shared:
+    for each, share in zip(loaded, shares, strict=True):
         if share.is_cut:
             report_cut(share, each.folder.config.max_model_len, cache.num_engines)
-    return shared
+    return list(zip(pending, shares, strict=True))
 
 
-def with_token_budget(config: SchedulerConfig, backend: str) -> SchedulerConfig:
-    """Return the limits, with the backend's token budget if they name none."""
-    if config.max_num_batched_tokens is not None or backend != "cuda":
-        return config
-    return replace(config, max_num_batched_tokens=CUDA_TOKEN_BUDGET)
-
-
-def _load(folder: ModelFolder, context: BuildContext) -> _Loaded:
-    config, path, name = folder.config, folder.path, folder.names[0]
-    with load_failures(path):
-        context.on_progress(f"Loading {name}", 0.0)
-        contents = FolderContents(user_memory())
-        seen = contents.see(path)
-        plan = _read(config, path, name, context)
-        seen = contents.confirm(seen)
-        tokenizer = load_tokenizer(
-            path, chat_template=config.chat_template, trust_remote_code=config.trust_remote_code
-        )
-        sides = load_seq2seq(path, tokenizer)
-        context.on_progress(f"Loading {name}", 1.0)
-        loaded = _Loaded(folder, tokenizer, plan.kv, plan, contents, seen, seq2seq=sides)
-        source = context.settings.speculative and context.settings.speculative.model
-        return loaded if source is None else _with_draft(loaded, source, context)
-
-
-def _read(model: ModelConfig, path: Path, name: str, context: BuildContext) -> GenerationPlan:
-    spec = GenerationSpec(
-        config=model, path=path, settings=context.settings, free_bytes=free_bytes(context.worker)
-    )
-    return context.worker.execute(Load(model=name, spec=spec))
-
-
-def _with_draft(loaded: _Loaded, source: str, context: BuildContext) -> _Loaded:
-    """Load the draft model of a model.
-
-    Raises:
-        ConfigError, ModelLoadError: as ``_load_draft``, with the setting's name.
-    """
-    try:
-        draft = _load_draft(source, loaded, context)
-    except (ConfigError, ModelLoadError) as problem:
-        # The setting's name says that the problem is not one of the served model.
-        raise type(problem)(f"--speculative-config: draft model: {problem}") from problem
-    # A block of the budget has KV of both models, of equally many tokens.
-    kv = replace(loaded.kv, block_bytes=loaded.kv.block_bytes + draft.plan.kv.block_bytes)
-    return replace(loaded, draft=draft, kv=kv)
-
-
-def _load_draft(source: str, target: _Loaded, context: BuildContext) -> _Draft:
-    """Load a draft model for ``target``.
-
-    Raises:
-        ConfigError: its tokens are not those of the model, or it knows fewer positions.
-        ModelLoadError: it could not be fetched or loaded.
-    """
-    model = target.folder.config
-    config = ModelConfig(path=source, dtype=model.dtype, trust_remote_code=model.trust_remote_code)
-    path = fetch_model(config, source, context.on_progress)
-    own = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
-    if not target.tokenizer.has_vocabulary_of(own):
-        raise ConfigError(
-            f"{source} has other tokens than {target.name}; both need the same vocabulary."
-        )
-    config = replace(config, kv_cache_dtype=model.kv_cache_dtype)
-    contents = FolderContents(user_memory())
-    seen = contents.see(path)
-    plan = _read(config, path, target.draft_name, context)
-    seen = contents.confirm(seen)
-    if plan.kv.max_model_len < target.kv.max_model_len and learned_positions(plan.model_config):
-        raise ConfigError(
-            f"{source} has vectors for {plan.kv.max_model_len} positions; {target.name} reads "
-            f"{target.kv.max_model_len} tokens (--max-model-len)."
-        )
-    if context.settings.cache.has_stores:
-        contents.hash(seen)
-    return _Draft(plan, seen)
-
-
-def speculative_for(
-    config: SpeculativeConfig | None, info: RunnerInfo, name: str
-) -> SpeculativeConfig | None:
-    """Return the settings of speculation for a model; None if it does not speculate.
-
-    Raises:
-        ConfigError: the model keeps a state that cannot be copied.
-    """
-    if config is None:
-        return None
-    if info.has_state and not info.state_bytes:
-        raise ConfigError(
-            f"{name} keeps a state in caches of an unknown kind (path {info.path}), which cannot "
-            "follow refused proposals; serve it without --speculative-config."
-        )
-    is_small = backend_name() == "cpu" or info.has_state
-    if config.disable_by_batch_size is not None or not is_small:
-        return config
-    return replace(config, disable_by_batch_size=SMALL_BATCH_SIZE)
-
-
-def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltModel:
-    config, tokenizer = loaded.folder.config, loaded.tokenizer
-    grammars = GrammarCompiler(
-        GrammarVocabulary(
-            tokenizer.backend_json, tokenizer.eos_ids, loaded.plan.vocab_size, tokenizer.vocab_size
-        )
-    )
-    plan = context.worker.execute(
-        Allocate(
-            model=loaded.name,
-            num_blocks=share.num_blocks,
-            grammars=grammars,
-            draft=None if loaded.draft is None else loaded.draft_name,
-        )
-    )
-    runner = DeviceRunner(context.worker, loaded.name, plan)
-    tool_format = tool_format_of(config, tokenizer)
-    tokenizer = tokenizer.writing_calls(call_writer(tool_format))
-    log_losses(loaded.name, tokenizer.probe_template())
-    model = GenerationModel(
-        names=loaded.folder.names,
-        root=config.path or DEMO_NAME,
-        created=int(time.time()),
-        tokenizer=tokenizer.limited(runner.info.max_model_len),
-        info=runner.info,
-        chat_template_kwargs=config.chat_template_kwargs,
-        tool_format=tool_format,
-        reasoning_format=reasoning_format_of(config, tokenizer),
-        allows_auto_tools=config.enable_auto_tool_choice,
-        parses_tools=config.tool_call_parser != "none",
-        grammars=grammars,
-        revision=folder_revision(loaded.folder.path),
-        images=_images(loaded, runner.info),
-        seq2seq=loaded.seq2seq,
-        state_cache=_state_cache(loaded, share, runner.info, context.settings),
-    )
-    identity = _identity(loaded, plan, context.worker.ranks)
-    return BuiltModel(config, model, _engine(loaded, share, runner, grammars, identity, context))
-
-
-def _identity(loaded: _Loaded, plan: GenerationPlan, ranks: Ranks | None) -> Identity:
-    """Return what decides the KV of a model besides its weights."""
-    info, draft = plan.info, loaded.draft
-    assert info is not None
-    return Identity(
-        config=plan.model_config,
-        versions=package_versions(),
-        code=loaded.seen.code,
-        device=backend_name(),
-        choices={
-            "path": info.path,
-            "is_cast": plan.choices.is_cast,
-            "kernels": plan.choices.kernels,
-            "adapts_by_kernel": plan.choices.adapts_by_kernel,
-            "draft": None if draft is None else (draft.plan.model_config, draft.seen.code),
-        },
-        dtype=info.dtype,
-        kv_dtype=info.kv_cache_dtype,
-        block_size=info.block_size,
-        attention=info.attention_backend,
-        block_layout=plan.block_layout,
-        state_layout=plan.state_layout,
-        rank=0 if ranks is None else ranks.rank,
-        world_size=1 if ranks is None else ranks.size,
-    )
-
-
-def _images(loaded: _Loaded, info: RunnerInfo) -> ImageForm | None:
-    """Return how a model takes images; None if it takes none, with a warning if it might."""
-    if InputKind.IMAGE not in info.input_kinds:
-        return None
-    row_bytes = info.input_width * (4 if info.dtype == "float32" else 2)
-    try:
-        return image_form(loaded.folder.path, loaded.plan.model_config, loaded.tokenizer, row_bytes)
-    except (KeyError, ValueError) as problem:
-        logger.warning("%s takes no images: %s", loaded.name, problem)
-        return None
-
-
-def _state_cache(
-    loaded: _Loaded, share: KVShare, info: RunnerInfo, settings: EngineConfig
-) -> StateCache | None:
-    """Return how many states after prefixes are kept, and where; None without a state."""
-    if not info.has_state:
-        return None
-    return StateCache(
-        num_states=share.num_snapshots if info.state_bytes else 0,
-        interval=settings.cache.state_snapshot_tokens,
-        needs_blocks=loaded.kv.has_kv,
-    )
-
-
-def _engine(
-    loaded: _Loaded,
-    share: KVShare,
-    runner: DeviceRunner,
-    grammars: GrammarCompiler,
-    identity: Identity,
-    context: BuildContext,
-) -> GenerationEngine:
-    settings, info, name = context.settings, runner.info, loaded.name
-    snapshots = make_snapshots(share, info, settings.cache, settings.scheduler.max_num_seqs)
-    has_prefix_cache = settings.cache.enable_prefix_caching and (
-        not info.has_state or snapshots is not None
-    )
-    tiers = None
-    if has_prefix_cache:
-        tiers = _open_tiers(loaded, identity, context, info)
-    scheduler = Scheduler(
-        with_token_budget(settings.scheduler, backend_name()),
-        KVCacheManager(
-            info.num_blocks,
-            info.block_size,
-            enable_prefix_caching=has_prefix_cache,
-            tiers=tiers,
-            snapshots=snapshots,
-            has_kv=loaded.kv.has_kv,
-        ),
-        max_model_len=info.max_model_len,
-        has_state=info.has_state,
-        keeps_states=info.keeps_states,
-        snapshot_tokens=settings.cache.state_snapshot_tokens,
-        speculative=speculative_for(settings.speculative, info, name),
-        num_tower_stages=info.num_tower_stages,
-        has_sources=InputKind.SOURCE in info.input_kinds,
-    )
-    policies = Policies(
-        model=name,
-        users=scheduler,
-        store=DeviceAdapters(context.worker, name),
-        max_loaded=settings.adapters.max_loaded,
-        max_rank=settings.adapters.max_rank,
-        base=BaseWeights(identity=identity.digest),
-    )
-    live = LiveWeights(
-        policies,
-        DeviceWeights(context.worker, name),
-        scheduler,
-        contents=loaded.contents,
-        read=loaded.seen,
-    )
-    warm_up = None
-    if settings.warm_up:
-        warm_up = WarmUp(
-            runner,
-            num_seqs=settings.scheduler.max_num_seqs,
-            tokens=scheduler.token_budget,
-            clock=time.monotonic,
-        )
-    return GenerationEngine(
-        scheduler,
-        runner,
-        loaded.tokenizer,
-        EngineMetrics(
-            context.families,
-            name,
-            info,
-            read_tiers=None if tiers is None else tiers.stats,
-        ),
-        live=live,
-        tiers=tiers,
-        grammars=grammars,
-        warm_up=warm_up,
-        seed=settings.seed,
-        tracer=context.tracer,
-    )
-
-
-def _open_tiers(
-    loaded: _Loaded, identity: Identity, context: BuildContext, info: RunnerInfo
-) -> Tiers | None:
-    return open_tiers(
-        context.settings.cache,
-        owner=identity.digest,
-        block_bytes=loaded.kv.block_bytes,
-        state_bytes=info.state_bytes,
-        num_models=len(context.settings.models),
-        runs_ahead=info.runs_ahead,
-        draft=None if loaded.draft is None else loaded.draft.seen,
-    )
-
-
-def tool_format_of(config: ModelConfig, tokenizer: ParallmTokenizer) -> ToolFormat | None:
-    """Return the format of tool calls; None where there is none, or none is known.
-
-    Raises:
-        ConfigError: the setting names an unknown one.
-    """
-    name = config.tool_call_parser
-    if name == "auto":
-        return registry.detect_tool_format(tokenizer.chat_template, tokenizer.vocabulary())
-    return None if name == "none" else registry.tool_format(name)
-
-
-def reasoning_format_of(config: ModelConfig, tokenizer: ParallmTokenizer) -> ReasoningFormat | None:
-    """Return the format of reasoning; None where there is none, or none is known.
-
-    Raises:
-        ConfigError: the setting names an unknown one.
-    """
-    name = config.reasoning_parser
-    if name == "auto":
-        return registry.detect_reasoning_format(tokenizer.chat_template, tokenizer.vocabulary())
-    return None if name == "none" else registry.reasoning_format(name)
+def _begun(folder: ModelFolder, context: BuildContext) -> PendingGenerationModel:
+    """Return a model whose weights are read."""
+    text = f"Loading {folder.names[0]}"
+    context.on_progress(text, 0.0)
+    pending = PendingGenerationModel(folder, read_tokenizers(folder), context)
+    pending.read()
+    context.on_progress(text, 1.0)
+    return pending

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.config import CacheConfig, EngineConfig, SchedulerConfig
-from mlx_parallm.generation.build import _Loaded
+from mlx_parallm.generation.assembly import LoadedGenerator
 from mlx_parallm.serving.build import planned_models
 from mlx_parallm.serving.parallel_engines import share_of
 from mlx_parallm.types.errors import ConfigError
@@ -124,6 +124,6 @@ def test_kv_of_large_and_small_models_on_macs_of_all_sizes(
 ) -> None:
     fake_mac(memory_gb=memory_gb, held_gb=5 + weights_gb, rejects=ALL)
     hold(monkeypatch, int(weights_gb * GIB))
-    monkeypatch.setattr(_Loaded, "weight_bytes", int(weights_gb * GIB))
+    monkeypatch.setattr(LoadedGenerator, "weight_bytes", int(weights_gb * GIB))
     config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=10_000))
     assert kv_bytes(config) == pytest.approx(gib * GIB, rel=2e-3)

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_parallm import LLM, SamplingParams
 from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
-from mlx_parallm.generation.build import speculative_for
+from mlx_parallm.generation.assembly import speculative_for
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.llm import RequestOutput
 from mlx_parallm.types.errors import ConfigError

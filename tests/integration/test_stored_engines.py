@@ -22,7 +22,7 @@ from mlx_parallm.demo_models.folders import DEMO_FOLDERS, PREFIX
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.policies import AdapterUpload
-from mlx_parallm.generation import build
+from mlx_parallm.generation import assembly
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.kv_cache import fetches
 from mlx_parallm.generation.kv_cache.stores import StoreStats
@@ -423,8 +423,8 @@ async def test_what_decides_the_bytes_of_a_block_decides_what_is_found(
     for cache in ({"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int4"}, {"block_size": 8}):
         assert await cached_with(folders[1.0], disk, cache=cache) == 0
     with monkeypatch.context() as patch:
-        versions = build.package_versions() | {"mlx-lm": "another"}
-        patch.setattr(build, "package_versions", lambda: versions)
+        versions = assembly.package_versions() | {"mlx-lm": "another"}
+        patch.setattr(assembly, "package_versions", lambda: versions)
         assert await cached_with(folders[1.0], disk) == 0
     # The path is no part of it, nor are the texts of tokens.
     shutil.rmtree(folder)

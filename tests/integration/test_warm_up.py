@@ -12,7 +12,7 @@ import pytest
 
 from mlx_parallm.config import EngineConfig, SchedulerConfig
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.generation import build
+from mlx_parallm.generation import assembly, build
 from mlx_parallm.serving.build import build_engines
 from mlx_parallm.types.step import ScheduledBatch
 from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
@@ -125,7 +125,7 @@ def test_the_configuration_says_so(
         bounded.append(is_bounded)
         return choose_backend(*args, is_bounded=is_bounded, **others)
 
-    monkeypatch.setattr(build, "WarmUp", record)
+    monkeypatch.setattr(assembly, "WarmUp", record)
     monkeypatch.setattr(build, "GenerationLoader", partial(GenerationLoader, choose))
     scheduler = SchedulerConfig(max_num_seqs=6, max_decode_stall_ms=stall_ms)
     config = EngineConfig(scheduler=scheduler, warm_up=warms_up)

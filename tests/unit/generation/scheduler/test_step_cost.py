@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from mlx_parallm.config import SchedulerConfig
-from mlx_parallm.generation.build import CUDA_TOKEN_BUDGET, with_token_budget
+from mlx_parallm.generation.assembly import CUDA_TOKEN_BUDGET, with_token_budget
 from mlx_parallm.generation.scheduler.step_cost import (
     FIRST_CHUNK,
     GROWTH,

@@ -1,0 +1,190 @@
+"""Loads one generator on the engine thread, in parts: its weights, then its KV pool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.config import ModelConfig
+from mlx_parallm.engine.kind import BuildContext, BuiltModel, ModelFolder
+from mlx_parallm.engine.model_files import fetch_model
+from mlx_parallm.engine.policies import Policies
+from mlx_parallm.generation.assembly import LoadedDraft, LoadedGenerator, assembled, grammars_of
+from mlx_parallm.generation.kind import GenerationTokenizers
+from mlx_parallm.generation.kv_cache.budget import KVShare
+from mlx_parallm.generation.kv_memory import free_bytes
+from mlx_parallm.grammar.compiler import GrammarCompiler
+from mlx_parallm.models.checkpoints.contents import FolderContents, user_memory
+from mlx_parallm.models.checkpoints.decoder_sizes import learned_positions
+from mlx_parallm.models.load_failures import load_failures
+from mlx_parallm.tokenizer.loading import load_tokenizer
+from mlx_parallm.types.errors import ConfigError, ModelLoadError
+from mlx_parallm.worker.generation.load.plan import GenerationPlan, GenerationSpec
+from mlx_parallm.worker.ops import Allocate, Load, Pending, Stages
+from mlx_parallm.worker.worker import PendingLoad
+
+# ADVANCE_S: seconds of a load between two steps, unless one part takes longer.
+ADVANCE_S = 0.01
+# READ_SHARE: the share of a load that is reading the weights.
+READ_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class _Allocation:
+    """The allocation of a model's KV pool, which was begun."""
+
+    share: KVShare
+    grammars: GrammarCompiler
+    pending: Pending[GenerationPlan]
+
+
+class PendingGenerationModel:
+    """A generator that is being loaded. Implements ``PendingModel``.
+
+    Its weights are read first. Then it is known what KV it wants, and it waits for a share of that
+    memory.
+
+    Attributes:
+        num_bytes: size of its weights, without those of a draft model.
+        loaded: the model, once its weights are read.
+    """
+
+    def __init__(
+        self, folder: ModelFolder, tokenizers: GenerationTokenizers, context: BuildContext
+    ) -> None:
+        """Begin to load a folder.
+
+        Raises:
+            ConfigError: a setting does not suit the model.
+            ModelLoadError: the model cannot be loaded.
+        """
+        self.loaded: LoadedGenerator | None = None
+        self._folder = folder
+        self._tokenizers = tokenizers
+        self._context = context
+        self._contents = FolderContents(user_memory())
+        self._seen = self._contents.see(folder.path)
+        self._opened = _begin_load(folder.config, folder.path, self.name, context)
+        self._num_parts = max(1, self._opened.num_stages - 1)
+        self._reading = Stages(self._read())
+        self._allocation: _Allocation | None = None
+        self.num_bytes: int = self._opened.num_bytes
+
+    @property
+    def name(self) -> str:
+        """Return the first of its names."""
+        return self._folder.names[0]
+
+    def read(self) -> LoadedGenerator:
+        """Read what is left of the weights; return the model, which has no KV yet."""
+        with load_failures(self._folder.path):
+            self.loaded = self._reading.wait()
+        return self.loaded
+
+    def allocate(self, share: KVShare) -> None:
+        """Begin to allocate the KV of the model, whose weights are read."""
+        assert self.loaded is not None, "its weights are not read yet"
+        grammars = grammars_of(self.loaded)
+        draft = None if self.loaded.draft is None else self.loaded.draft_name
+        op = Allocate(model=self.name, num_blocks=share.num_blocks, grammars=grammars, draft=draft)
+        self._allocation = _Allocation(share, grammars, self._context.worker.begin(op))
+
+    def advance(self) -> float:
+        """Load for up to ``ADVANCE_S`` seconds; return the share loaded so far, from 0 to 1."""
+        end_s = time.perf_counter() + ADVANCE_S
+        while self._stages.num_stages > 1 and time.perf_counter() < end_s:
+            with load_failures(self._folder.path):
+                self._stages.advance()
+        if self._reading.num_stages > 1:
+            return READ_SHARE * (1.0 - (self._opened.num_stages - 1) / self._num_parts)
+        return READ_SHARE if self._stages.num_stages > 1 else 1.0
+
+    @property
+    def _stages(self) -> Pending[Any]:
+        return self._reading if self._allocation is None else self._allocation.pending
+
+    def close(self) -> None:
+        """Drop the load, unless it was finished."""
+
+    def finish(self, kept: Policies | None = None) -> BuiltModel:
+        """Return the model, ready to serve, once its KV was allocated."""
+        allocation, loaded = self._allocation, self.loaded
+        assert allocation is not None, "it has no KV yet"
+        assert loaded is not None, "its weights are not read yet"
+        with load_failures(self._folder.path):
+            plan = allocation.pending.wait()
+        return assembled(loaded, allocation.share, plan, allocation.grammars, self._context, kept)
+
+    def _read(self) -> Generator[None, None, LoadedGenerator]:
+        plan = yield from _advanced(self._opened)
+        loaded = LoadedGenerator(
+            self._folder,
+            self._tokenizers,
+            plan.kv,
+            plan,
+            self._contents,
+            self._contents.confirm(self._seen),
+        )
+        speculative = self._context.settings.speculative
+        if speculative is None or speculative.model is None:
+            return loaded
+        try:
+            draft = yield from _load_draft(speculative.model, loaded, self._context)
+        except (ConfigError, ModelLoadError) as problem:
+            # The setting's name says that the problem is not one of the served model.
+            raise type(problem)(f"--speculative-config: draft model: {problem}") from problem
+        # A block of the budget has KV of both models, of equally many tokens.
+        kv = replace(loaded.kv, block_bytes=loaded.kv.block_bytes + draft.plan.kv.block_bytes)
+        return replace(loaded, draft=draft, kv=kv)
+
+
+def _begin_load(model: ModelConfig, path: Path, name: str, context: BuildContext) -> PendingLoad:
+    spec = GenerationSpec(
+        config=model, path=path, settings=context.settings, free_bytes=free_bytes(context.worker)
+    )
+    with load_failures(path):
+        opened: Any = context.worker.begin(Load(model=name, spec=spec))
+    return opened
+
+
+def _advanced(pending: Pending[Any]) -> Generator[None, None, Any]:
+    """Compute the stages of an op as stages; return its result."""
+    while pending.num_stages > 1:
+        pending.advance()
+        yield
+    return pending.wait()
+
+
+def _load_draft(
+    source: str, target: LoadedGenerator, context: BuildContext
+) -> Generator[None, None, LoadedDraft]:
+    """Load a draft model for ``target``.
+
+    Raises:
+        ConfigError: its tokens are not those of the model, or it knows fewer positions.
+        ModelLoadError: it could not be fetched or loaded.
+    """
+    model = target.folder.config
+    config = ModelConfig(path=source, dtype=model.dtype, trust_remote_code=model.trust_remote_code)
+    path = fetch_model(config, source, context.on_progress)
+    own = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
+    if not target.tokenizer.has_vocabulary_of(own):
+        raise ConfigError(
+            f"{source} has other tokens than {target.name}; both need the same vocabulary."
+        )
+    config = replace(config, kv_cache_dtype=model.kv_cache_dtype)
+    contents = FolderContents(user_memory())
+    seen = contents.see(path)
+    plan = yield from _advanced(_begin_load(config, path, target.draft_name, context))
+    seen = contents.confirm(seen)
+    if plan.kv.max_model_len < target.kv.max_model_len and learned_positions(plan.model_config):
+        raise ConfigError(
+            f"{source} has vectors for {plan.kv.max_model_len} positions; {target.name} reads "
+            f"{target.kv.max_model_len} tokens (--max-model-len)."
+        )
+    if context.settings.cache.has_stores:
+        contents.hash(seen)
+    return LoadedDraft(plan, seen)
