@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -51,7 +51,8 @@ class AdapterNames:
 
     Attributes:
         known: the loaded adapters by name, as of the latest change; it is replaced, not changed.
-        kept: adapters in folders of the server's own, by name, as ``keep`` had them.
+        kept: adapters in folders of the server's own, by name, as ``keep`` had them; it is
+            replaced, too.
     """
 
     def __init__(self, models: ServedModels, folders: AdapterFolders) -> None:
@@ -62,7 +63,7 @@ class AdapterNames:
             folders: has those that are loaded once a request names them.
         """
         self.known: Mapping[str, AdapterInfo] = {}
-        self.kept: dict[str, NamedAdapter] = {}
+        self.kept: Mapping[str, NamedAdapter] = {}
         self._models = models
         self._folders = folders
 
@@ -144,6 +145,10 @@ def with_adapter(status: ModelStatus, adapter: NamedAdapter) -> ModelStatus:
     return replace(status, names=(adapter.name,), root=root, model=model, parent=adapter.base)
 
 
+async def _nobody_knows() -> None:
+    """Announce nothing: there is one process."""
+
+
 class AdapterControl:
     """Loads and finds adapters. Lives on the event loop.
 
@@ -151,6 +156,7 @@ class AdapterControl:
         names: finds adapters by name, as the engine thread had them after the latest change.
         versions: of the models' weights, by first names.
         sleep_level: of the latest ``sleep``; 0 while awake.
+        announce: is awaited when adapters are kept or forgotten: other processes name them, too.
     """
 
     def __init__(self, door: EngineDoor, config: AdapterConfig, metrics: ControlMetrics) -> None:
@@ -158,6 +164,7 @@ class AdapterControl:
         self._metrics = metrics
         self._folders = AdapterFolders(config)
         self.sleep_level = 0
+        self.announce: Callable[[], Awaitable[None]] = _nobody_knows
         self.names = AdapterNames(door, self._folders)
         self.versions: Mapping[str, WeightsVersion] = {}
         # Loads of adapters that are found by name, so that many requests share one.
@@ -218,7 +225,7 @@ class AdapterControl:
             loads: False to load it once a request names it.
         """
         before = self.names.kept.get(name)
-        self.names.kept[name] = NamedAdapter(name, base, str(folder))
+        self.names.kept = {**self.names.kept, name: NamedAdapter(name, base, str(folder))}
         if before is not None and before.source != str(folder) and name in self.names.known:
             await self.unload_adapter(name)
         if loads:
@@ -226,11 +233,17 @@ class AdapterControl:
                 await self.ensure_loaded(name, base)
             except ParallmError as problem:
                 logger.warning("%s is loaded once a request names it: %s", name, problem)
+        await self.announce()
 
     async def forget_kept(self, name: str) -> None:
         """Serve a kept adapter no more; nothing happens if there is none."""
-        if self.names.kept.pop(name, None) is not None and name in self.names.known:
+        if name not in self.names.kept:
+            return
+        kept = self.names.kept
+        self.names.kept = {other: adapter for other, adapter in kept.items() if other != name}
+        if name in self.names.known:
             await self.unload_adapter(name)
+        await self.announce()
 
     async def read_named(self, name: str) -> AdapterUpload:
         """Return an adapter that requests may name before it is loaded.

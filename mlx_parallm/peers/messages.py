@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_parallm.config import EngineConfig, ModelConfig, ServerConfig
 from mlx_parallm.engine.models import EngineState, PackedModel
-from mlx_parallm.engine.policies import AdapterInfo
+from mlx_parallm.engine.policies import AdapterInfo, NamedAdapter
 from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import TokenEvent
@@ -209,12 +209,14 @@ class Catalog:
     Attributes:
         statuses: the models, without what is known of them but with the number of that.
         adapters: the loaded adapters by name.
+        kept: see ``AdapterNames``.
         versions: of the models' weights.
         shared: what the application shares with those of other processes.
     """
 
     statuses: Sequence[tuple[ModelStatus, int | None]]
     adapters: Mapping[str, AdapterInfo]
+    kept: Mapping[str, NamedAdapter]
     versions: Mapping[str, WeightsVersion]
     shared: Any = None
 

@@ -83,7 +83,8 @@ class Catalogs:
             ControlError: a model cannot be pickled.
         """
         statuses, control = self._core.statuses(), self._core.control
-        seen = (statuses, control.names.known, control.versions, self._shared.number)
+        names = control.names
+        seen = (statuses, names.known, names.kept, control.versions, self._shared.number)
         if self._latest is None or seen != self._seen:
             models = [self._sent(status.model) for status in statuses]
             rows = [
@@ -91,7 +92,7 @@ class Catalogs:
                 for status, model in zip(statuses, models, strict=True)
             ]
             shared = self._shared.value()
-            packed = pack(Catalog(rows, control.names.known, control.versions, shared))
+            packed = pack(Catalog(rows, names.known, names.kept, control.versions, shared))
             self._latest = PackedCatalog(packed, [each for each in models if each is not None])
             self._seen = seen
         return self._latest

@@ -199,6 +199,6 @@ class RemoteClient:
         kept = {number for _, number in catalog.statuses}
         self._models = {key: model for key, model in self._models.items() if key in kept}
         self._by_name = {name: status for status in self._statuses for name in status.names}
-        self._names.known = catalog.adapters
+        self._names.known, self._names.kept = catalog.adapters, catalog.kept
         self.control.known = catalog.versions
         self._on_shared(catalog.shared)

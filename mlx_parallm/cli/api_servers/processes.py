@@ -104,6 +104,7 @@ class HttpProcesses:
 
     async def start(self) -> None:
         """Start all of them, and return once each takes connections or has failed to."""
+        self._core.control.announce = self.settle
         loop = asyncio.get_running_loop()
         first = [asyncio.Event() for _ in range(self._start.num_processes)]
         self._lives = [loop.create_task(self._live(event)) for event in first]

@@ -182,6 +182,19 @@ async def test_a_process_that_answers_too_late_or_never_can_leave(engine: AsyncE
     await waiting
 
 
+async def test_kept_adapters_are_known_before_they_are_loaded(
+    pair: Pair, engine: AsyncEngine, tmp_path: Path
+) -> None:
+    engine.control.announce = pair.peer.settle
+    (base, *_) = GENERATION.client(engine).first_model().names
+    await engine.control.keep("ft:1", base, tmp_path, loads=False)
+    status = pair.remote.find("ft:1")
+    assert status is not None
+    assert status.parent == base
+    await engine.control.forget_kept("ft:1")
+    assert pair.remote.find("ft:1") is None
+
+
 async def test_catalogs_are_pickled_once_for_all_processes(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
