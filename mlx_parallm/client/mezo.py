@@ -50,6 +50,8 @@ class SessionOptions(TypedDict, total=False):
     adapter: str
     trainable: Mapping[str, Any]
     estimator: Mapping[str, Any]
+    validation: Data
+    eval_every: int
     batch_size: int
     batches: Literal["random", "by_length"]
     mode: Literal["paired", "naive"]

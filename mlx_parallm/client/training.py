@@ -52,6 +52,7 @@ class GradientStep:
         tokens: of the batch, without padding.
         facts: means of what else the loss reports, such as margins.
         validation_loss: mean loss of the validation data; None: not evaluated.
+        validation_accuracy: share of them that is right; None too if nothing is right or wrong.
         lookups: see ``TrainingStep``.
         hits: likewise.
         layer_tokens: likewise.
@@ -67,6 +68,7 @@ class GradientStep:
     tokens: int
     facts: Mapping[str, float]
     validation_loss: float | None
+    validation_accuracy: float | None
     lookups: int
     hits: int
     layer_tokens: int

@@ -15,8 +15,10 @@ from typing import Any, Self, TypeVar
 from mlx_parallm.adapters.writing import Format, adapter_files
 from mlx_parallm.api.http.uploads import validated
 from mlx_parallm.api.mezo.request import (
+    DATA,
     NOT_TRAINED,
     OBJECTIVES,
+    VALIDATION,
     check_size,
     check_template,
     config_maker,
@@ -313,12 +315,14 @@ def open_session(
 
 def _create(engine: OfflineEngine, folder: Path, fields: Mapping[str, Any], max_rank: int) -> None:
     """Write the settings and the data of a new session."""
-    data = fields.get("data")
-    if isinstance(data, str | Path):
-        fields = {**fields, "data": _rows_of_file(Path(data))}
+    for name in (DATA, VALIDATION):
+        data = fields.get(name)
+        if isinstance(data, str | Path):
+            fields = {**fields, name: _rows_of_file(Path(data), name)}
     body = validated(CreateSession, {**fields, "model": engine.model.names[0]})
     assert not isinstance(body.data, str), "a file was read"
-    rows, objective = body.data, body.objective
+    assert not isinstance(body.validation, str), "a file was read"
+    rows, judged, objective = body.data, body.validation, body.objective
     if isinstance(objective, Caller | Reward):
         raise InvalidRequestError(
             f"The objective {objective.kind} needs a server.", param="objective"
@@ -335,10 +339,14 @@ def _create(engine: OfflineEngine, folder: Path, fields: Mapping[str, Any], max_
     )
     check_size(body, len(rows), max_rank)
     examples = engine.call(lambda _: examples_of(rows, objective, model))
+    validation: list[Example] = []
+    if judged is not None:
+        validation = engine.call(lambda _: examples_of(judged, objective, model, VALIDATION))
     has_score = isinstance(model, PoolingModel)
     make = config_maker(body, model.names[0], start, has_score=has_score)
     config = make(IdMaker().make(ID_PREFIX), int(time.time()))
-    SessionFiles.create(folder, config, SessionState(), encoded(examples), start).close()
+    data = encoded(examples), start, encoded(validation)
+    SessionFiles.create(folder, config, SessionState(), *data).close()
 
 
 def model_for(
@@ -370,11 +378,10 @@ def _rows(data: Rows) -> Sequence[AnyRow]:
     return rows
 
 
-def _rows_of_file(path: Path) -> list[AnyRow]:
+def _rows_of_file(path: Path, param: str = DATA) -> list[AnyRow]:
     try:
-        content = path.read_bytes()
+        return parsed_rows(path, param)
     except OSError as problem:
         raise InvalidRequestError(
-            f"{path} cannot be read: {problem.strerror}.", param="data"
+            f"{path} cannot be read: {problem.strerror}.", param=param
         ) from None
-    return parsed_rows(content)

@@ -44,6 +44,11 @@ class StepHost(Protocol):
         """Return all of its examples, which a loss may add references to."""
         ...
 
+    @property
+    def validation(self) -> list[Example]:
+        """Return the examples that steps are judged by; empty: they are not."""
+        ...
+
     def save(self, **changes: Any) -> None:
         """Change the state; raise StorageError if it cannot be saved."""
         ...

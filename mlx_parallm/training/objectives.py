@@ -150,13 +150,17 @@ def _row_loss(
         case LossKind.DPO:
             moved = values - np.array(target.reference)
             margin = spec.beta * float(moved[0] - moved[1])
-            return float(np.logaddexp(0, -margin)), {"margins": margin}
+            return float(np.logaddexp(0, -margin)), _preference(margin)
         case LossKind.PAIRWISE:
             margin = float(values[0] - values[1])
             loss = float(np.logaddexp(0, target.margin - margin))
-            return loss + spec.centring * float(values.sum()) ** 2, {"margins": margin}
+            return loss + spec.centring * float(values.sum()) ** 2, _preference(margin)
         case LossKind.POLICY:
             return _policy_loss(values, item, spec, target)
+
+
+def _preference(margin: float) -> Mapping[str, float]:
+    return {"margins": margin, "accuracies": float(margin > 0)}
 
 
 def _policy_loss(

@@ -66,6 +66,7 @@ class SessionConfig:
         adapter: the name of the adapter that it started from; None: of none.
         created_at: Unix seconds.
         loss: of which gradients are taken; None: the measure says it.
+        eval_every: steps between two evaluations of the validation data; None: an epoch.
     """
 
     id: str
@@ -82,6 +83,7 @@ class SessionConfig:
     created_at: int
     adapter: str | None = None
     loss: LossSpec | None = None
+    eval_every: int | None = None
 
     @property
     def record_kind(self) -> type[StepRecord]:
@@ -251,6 +253,7 @@ class GradientRecord(StepRecord):
         is_given: True if the caller gave the examples; the step cannot be made again.
         facts: means over the examples of what else the loss reports, by name.
         validation_loss: of the session's validation data after the step; None: not evaluated.
+        validation_accuracy: likewise; None too if nothing is right or wrong.
     """
 
     loss: float
@@ -261,6 +264,7 @@ class GradientRecord(StepRecord):
     is_given: bool = False
     facts: Mapping[str, float] = field(default_factory=dict[str, float])
     validation_loss: float | None = None
+    validation_accuracy: float | None = None
 
     @property
     @override

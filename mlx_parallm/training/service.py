@@ -123,6 +123,7 @@ class TrainingService(Watcher):
         make: Callable[[str, int], SessionConfig],
         examples: Sequence[Example],
         start: StartParameters | None = None,
+        validation: Sequence[Example] = (),
     ) -> Session:
         """Begin a session and return it once the engine has its adapter.
 
@@ -130,6 +131,7 @@ class TrainingService(Watcher):
             make: returns the settings for an id and a time in Unix seconds.
             examples: at least one batch.
             start: the first parameters; None: they are drawn or measured.
+            validation: examples that steps are judged by; empty: they are not.
 
         Raises:
             InvalidRequestError: the model cannot be trained in this way, or the data is too large.
@@ -137,7 +139,7 @@ class TrainingService(Watcher):
             StorageError: the data folder does not work.
         """
         self._open_folder()
-        session = await self._store.create(make, examples, start)
+        session = await self._store.create(make, examples, start, validation)
         config, files = session.config, session.files
         try:
             await session.open()
@@ -304,6 +306,14 @@ class TrainingService(Watcher):
         for session in self.all():
             if session.config.model == model and session.state.status is not Status.PAUSED:
                 session.pause(f"{model} was unloaded.")
+
+    def count_bytes(self, count: Callable[[], int]) -> None:
+        """Let what ``count`` returns count among the bytes of the sessions."""
+        self._store.others.append(count)
+
+    def check_bytes(self, num_bytes: int) -> None:
+        """Raise ConflictError if there is no room for so many bytes more."""
+        self._store.check_bytes(num_bytes)
 
     def metrics(self) -> bytes:
         """Return the Prometheus metrics of the sessions."""

@@ -12,11 +12,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.training.batches import Batches
+from mlx_parallm.training.evaluation import scores_now
 from mlx_parallm.training.gradients.steps import GradientSteps
 from mlx_parallm.training.mezo.copies import Copy
 from mlx_parallm.training.mezo.steps import MezoSteps
@@ -35,7 +34,7 @@ from mlx_parallm.training.requests import TrainingOp
 from mlx_parallm.training.session_files import SessionFiles
 from mlx_parallm.training.settings import AS_SET, GradientSettings, StepChanges
 from mlx_parallm.training.start import StartParameters
-from mlx_parallm.training.step_forwards import UNPERTURBED, MadeStep, StepForwards, scores_of
+from mlx_parallm.training.step_forwards import MadeStep
 from mlx_parallm.types.errors import (
     ConflictError,
     NotFoundError,
@@ -67,8 +66,6 @@ POLICY_SAMPLE = ChoiceInput((1, 2, 3, 4), ((3, 2, 1),), by_token=True)
 NUM_MEASURED = 128
 # MAX_OPENED: how often a session is opened for some ops, if it is lost each time.
 MAX_OPENED = 5
-# MAX_EVALUATED: inputs of an evaluation that are cut into forwards together.
-MAX_EVALUATED = 64
 
 
 class Session:
@@ -79,6 +76,7 @@ class Session:
         files: what is on disk.
         state: as it was saved last.
         examples: those of its data.
+        validation: examples that its steps are judged by; empty: they are not.
         info: facts about its adapter; None before it was opened by this process.
         costs: of all steps together.
         num_zero: steps that changed nothing.
@@ -104,6 +102,7 @@ class Session:
         keeps = self.config.mode is Mode.PAIRED and self._has_forwards
         self._cache_bytes = cache_bytes if keeps else 0
         self.examples = files.examples()
+        self.validation = files.validation()
         lengths = [example.num_tokens for example in self.examples]
         config = self.config
         self._batches = Batches(lengths, config.batch_size, config.order, config.seed)
@@ -311,19 +310,8 @@ class Session:
     async def evaluate(self, examples: Sequence[Example]) -> Scores:
         """Return how well labels are predicted now."""
         async with self._turn:
-            results: list[np.ndarray] = []
             await self.opened()
-            size = self.state.forwards
-            assert size is not None, "it is open"
-            examples = await self._estimation.prepared(examples)
-            shaped = self.in_form(examples)
-            formed = [Example(item, each.label) for each in shaped for item in each.inputs]
-            for begin in range(0, len(formed), MAX_EVALUATED):
-                forwards = StepForwards.of_evaluation(size, formed[begin : begin + MAX_EVALUATED])
-                # Texts that are evaluated must not evict those that are trained on.
-                ops = forwards.ops(self.config, UNPERTURBED, keeps=False)
-                results += forwards.rows([(await self.ask(op))[0] for op in ops])
-            return scores_of(results, examples, self.config.loss)
+            return await scores_now(self, await self._estimation.prepared(examples), self.ask)
 
     async def weights(
         self, step: int | None = None, *, of_checkpoint: bool = False

@@ -13,12 +13,12 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.numpy import load, save
 
 from mlx_parallm.storage import disk
+from mlx_parallm.storage.appended import AppendedFile, opened
 from mlx_parallm.storage.records import as_record, dumped
 from mlx_parallm.training.records import (
     Example,
@@ -32,6 +32,8 @@ from mlx_parallm.types.errors import StorageError
 
 logger = logging.getLogger(__name__)
 CONFIG, STATE, EXAMPLES = "config.json", "state.json", "examples.jsonl"
+#: ``VALIDATION``: examples that steps are judged by; no such file if there are none.
+VALIDATION = "validation.jsonl"
 STEPS, LOG = "steps.jsonl", "log.bin"
 # SEED_BYTES: of the log, for the seed of a step.
 SEED_BYTES = 8
@@ -41,59 +43,12 @@ CHUNK = 4096
 FACTORS = "factors.safetensors"
 #: ``REFERENCE``: log-probabilities of the examples under the first parameters, if a loss has them.
 REFERENCE = "reference.json"
-FILES = (CONFIG, STATE, EXAMPLES, STEPS, LOG, FACTORS, REFERENCE)
+FILES = (CONFIG, STATE, EXAMPLES, VALIDATION, STEPS, LOG, FACTORS, REFERENCE)
 #: ``CHECKPOINTS``: pattern of the names of checkpoints, and of what is left of unfinished ones.
 CHECKPOINTS = "checkpoint-*"
 #: ``UNFINISHED``: is there while the others are made or deleted. If the process dies meanwhile, the
 #: next one knows by it that the folder may be deleted.
 UNFINISHED = "unfinished"
-
-
-@dataclass(slots=True)
-class _Appended:
-    """A file that grows. It is open during each operation only: sessions may be many.
-
-    Attributes:
-        path: of the file.
-        size: in bytes.
-    """
-
-    path: Path
-    size: int
-
-    @classmethod
-    def opened(cls, path: Path) -> _Appended:
-        with _open(path, os.O_RDWR | os.O_CREAT) as descriptor:
-            return cls(path, os.fstat(descriptor).st_size)
-
-    def append(self, data: bytes) -> None:
-        """Append; the file is as it was if the disk refuses it."""
-        with _open(self.path, os.O_WRONLY) as descriptor:
-            try:
-                os.lseek(descriptor, self.size, os.SEEK_SET)
-                disk.write_all(descriptor, data)
-            except OSError:
-                os.ftruncate(descriptor, self.size)
-                raise
-        self.size += len(data)
-
-    def cut(self, size: int) -> None:
-        os.truncate(self.path, size)
-        self.size = size
-
-    def read(self, begin: int = 0, end: int | None = None) -> bytes:
-        length = (self.size if end is None else end) - begin
-        with _open(self.path, os.O_RDONLY) as descriptor:
-            return os.pread(descriptor, length, begin)
-
-
-@contextlib.contextmanager
-def _open(path: Path, flags: int) -> Iterator[int]:
-    descriptor = os.open(path, flags | os.O_CLOEXEC, disk.FILE_MODE)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 class SessionFiles:
@@ -107,12 +62,12 @@ class SessionFiles:
         self._kind = config.record_kind
         #: The size of each checkpoint, by its step.
         self.checkpoint_bytes: dict[int, int] = {}
-        self._log: _Appended | None = None
+        self._log: AppendedFile | None = None
         with disk.storage_errors():
             if config.estimator.log_bytes:
-                self._log = _Appended.opened(folder / LOG)
-            self._steps = _Appended.opened(folder / STEPS)
-            self._data_bytes = (folder / EXAMPLES).stat().st_size
+                self._log = AppendedFile.opened(folder / LOG)
+            self._steps = AppendedFile.opened(folder / STEPS)
+            self._data_bytes = (folder / EXAMPLES).stat().st_size + _size(folder / VALIDATION)
             self._factor_bytes = _size(folder / FACTORS)
             # Where each record begins.
             self._begins: list[int] = []
@@ -126,19 +81,17 @@ class SessionFiles:
         state: SessionState,
         examples: bytes,
         start: StartParameters | None = None,
+        validation: bytes = b"",
     ) -> SessionFiles:
-        """Make the folder of a new session; see ``encoded`` for the examples."""
+        """Make the folder of a new session; see ``encoded`` for examples and validation data."""
         with disk.storage_errors():
             disk.make_folder(folder)
             try:
                 (folder / UNFINISHED).touch()
-                descriptor = disk.create(folder / EXAMPLES)
-                try:
-                    disk.write_all(descriptor, examples)
-                    # A session that is there after a power cut has its examples.
-                    disk.sync(descriptor)
-                finally:
-                    os.close(descriptor)
+                # A session that is there after a power cut has its examples.
+                disk.replace(folder / EXAMPLES, examples)
+                if validation:
+                    disk.replace(folder / VALIDATION, validation)
                 disk.replace_json(folder / STATE, state)
                 if start is not None:
                     disk.replace(folder / FACTORS, save(start.arrays()))
@@ -188,8 +141,15 @@ class SessionFiles:
 
     def examples(self) -> list[Example]:
         """Return the examples."""
+        return self._read(EXAMPLES)
+
+    def validation(self) -> list[Example]:
+        """Return the validation data; empty if there are none."""
+        return self._read(VALIDATION) if (self._folder / VALIDATION).is_file() else []
+
+    def _read(self, name: str) -> list[Example]:
         with disk.storage_errors():
-            lines = (self._folder / EXAMPLES).read_bytes().splitlines()
+            lines = (self._folder / name).read_bytes().splitlines()
         return [Example.from_json(json.loads(line)) for line in lines]
 
     def start(self) -> StartParameters | None:
@@ -272,7 +232,7 @@ class SessionFiles:
 
     def sync_records(self) -> None:
         """Make all records survive a power cut, as a checkpoint behind them does."""
-        with disk.storage_errors(), _open(self._steps.path, os.O_WRONLY) as descriptor:
+        with disk.storage_errors(), opened(self._steps.path, os.O_WRONLY) as descriptor:
             disk.sync(descriptor)
 
     def check_open(self) -> None:

@@ -49,6 +49,8 @@ class SessionStore:
         self._ids = IdMaker()
         self._lock: disk.FolderLock | None = None
         self._sessions: dict[str, Session] = {}
+        #: Return the bytes of what else counts within the limit.
+        self.others: list[Callable[[], int]] = []
         # Held while a session is written, so that limits count it.
         self._creation = asyncio.Lock()
 
@@ -92,10 +94,11 @@ class SessionStore:
         make: Callable[[str, int], SessionConfig],
         examples: Sequence[Example],
         start: StartParameters | None,
+        validation: Sequence[Example] = (),
     ) -> Session:
         """Return a new session whose files are written, by a thread: data may be large.
 
-        ``make`` returns its settings for an id and a time in Unix seconds.
+        See ``TrainingService.create`` for the arguments.
 
         Raises:
             InvalidRequestError: the data is too large.
@@ -103,11 +106,12 @@ class SessionStore:
         """
         async with self._creation:
             data = await asyncio.to_thread(encoded, examples)
-            self._check_new(len(data))
+            judged = await asyncio.to_thread(encoded, validation)
+            self._check_new(len(data) + len(judged))
             config = make(self._ids.make(ID_PREFIX), int(time.time()))
             folder = self._folder / config.id
             files = await asyncio.to_thread(
-                SessionFiles.create, folder, config, SessionState(), data, start
+                SessionFiles.create, folder, config, SessionState(), data, start, judged
             )
             session = await asyncio.to_thread(self._make_session, files)
             self._sessions[config.id] = session
@@ -133,8 +137,9 @@ class SessionStore:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all sessions."""
-        return sum(session.files.num_bytes for session in self._sessions.values())
+        """The bytes of all sessions, and of what else counts."""
+        own = sum(session.files.num_bytes for session in self._sessions.values())
+        return own + sum(count() for count in self.others)
 
     def _check_new(self, num_bytes: int) -> None:
         """Raise if a session with so many bytes of data cannot be kept."""
@@ -150,8 +155,12 @@ class SessionStore:
                 f"{limits.max_session_bytes} (see --max-data-bytes).",
                 param="data",
             )
-        if self.num_bytes + num_bytes >= limits.max_bytes:
-            raise _full(limits.max_bytes)
+        self.check_bytes(num_bytes)
+
+    def check_bytes(self, num_bytes: int) -> None:
+        """Raise ConflictError if all sessions together would reach their limit."""
+        if self.num_bytes + num_bytes >= self._limits.max_bytes:
+            raise _full(self._limits.max_bytes)
 
     def check_room(self, session: Session) -> None:
         """Raise ConflictError if a session, or all of them together, have reached their limit."""
@@ -161,12 +170,11 @@ class SessionStore:
                 f"The session is full: its data and log have reached {limits.max_session_bytes} "
                 "bytes (see --max-data-bytes)."
             )
-        if self.num_bytes >= limits.max_bytes:
-            raise _full(limits.max_bytes)
+        self.check_bytes(0)
 
 
 def _full(max_bytes: int) -> ConflictError:
     return ConflictError(
-        f"The training sessions have reached {max_bytes} bytes together (see --max-data-bytes); "
-        "delete one first."
+        f"The training sessions and jobs have reached {max_bytes} bytes together (see "
+        "--max-data-bytes); delete one first."
     )

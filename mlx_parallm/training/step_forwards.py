@@ -205,5 +205,5 @@ def scores_of(
         return scores(results, [example.label for example in examples])
     inputs = [item for example in examples for item in example.inputs]
     values, facts = row_losses(results, inputs, loss, [each.loss_target for each in examples])
-    accuracy = float((facts["margins"] > 0).mean())
+    accuracy = float(facts["accuracies"].mean())
     return Scores(loss=float(values.mean()), accuracy=accuracy, f1=None)

@@ -101,7 +101,8 @@ class GradientResult:
     Attributes:
         losses: of each row, float64 ``[rows]``, its weight included.
         facts: numbers of each row, float64 ``[rows]``, by name: dpo and pairwise have ``margins``,
-            by how much the first is ahead (dpo: times beta); policy has means over its tokens:
+            by how much the first is ahead (dpo: times beta), and ``accuracies``, 1 where it is
+            ahead and 0 otherwise; policy has means over its tokens:
             ``ratios``, ``clipped`` (0 or 1) and, if all rows have a reference, ``kl``.
         lookups: texts whose states before the lowest trained layer were looked up.
         hits: those that were kept.

@@ -30,7 +30,7 @@ HYPER: dict[str, Any] = {"n_epochs": 2, "batch_size": 8, "learning_rate_multipli
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    process = ServerProcess("--model", MODEL, "demo:mlm")
+    process = ServerProcess("--model", MODEL, "demo:mlm", "demo:reward")
     process.wait_until_ready()
     yield process
     process.stop()
@@ -97,8 +97,102 @@ def test_a_job_from_its_file_to_its_model(client: openai.OpenAI, server: ServerP
         assert said.model == name
     (result,) = job.result_files
     table = client.files.content(result).text.splitlines()
-    assert table[0].split(",")[:3] == ["step", "train_loss", "valid_loss"]
+    assert table[0].split(",")[:3] == ["step", "train_loss", "train_accuracy"]
     assert len(table) == 5
+
+
+OPENAI_PAIRS = [
+    {
+        "input": {"messages": [{"role": "user", "content": f"Say it, number {number}."}]},
+        "preferred_output": [{"role": "assistant", "content": ANSWER}],
+        "non_preferred_output": [{"role": "assistant", "content": f"I say {number}."}],
+    }
+    for number in range(16)
+]
+TRL_PAIRS = [
+    {"prompt": f"Number {number} is ", "chosen": "joyful", "rejected": "dull and empty"}
+    for number in range(16)
+]
+
+
+def by(kind: str, **hyper: Any) -> Any:
+    """Return a method with hyper-parameters."""
+    return {"type": kind, kind: {"hyperparameters": HYPER | hyper}}
+
+
+def metrics(client: openai.OpenAI, job: FineTuningJob) -> list[dict[str, Any]]:
+    """Return the figures of a job's events, oldest first."""
+    events = reversed(list(client.fine_tuning.jobs.list_events(job.id, limit=100)))
+    return [dict(event.data) for event in events if isinstance(event.data, dict)]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(OPENAI_PAIRS, id="openai", marks=pytest.mark.slow),
+        pytest.param(TRL_PAIRS, id="trl"),
+    ],
+)
+def test_what_is_preferred_becomes_likelier(
+    client: openai.OpenAI, server: ServerProcess, rows: list[Any]
+) -> None:
+    method = by("dpo", n_epochs=3, beta=0.2, learning_rate_multiplier=2000, layers="top:1")
+    file = upload(client, rows)
+    job = ended(
+        client, server, create(client, training_file=file, validation_file=file, method=method)
+    )
+    assert (job.status, job.error) == ("succeeded", None)
+    assert job.method is not None
+    assert job.method.dpo is not None
+    assert job.method.dpo.hyperparameters is not None
+    assert job.method.dpo.hyperparameters.beta == 0.2
+    figures = metrics(client, job)
+    # Nothing has moved from the reference.
+    assert figures[0]["train_loss"] == pytest.approx(0.6931, abs=1e-3)
+    validated = [each for each in figures if "valid_loss" in each]
+    assert len(validated) == 3
+    assert validated[-1]["valid_loss"] < 0.5
+    assert validated[-1]["valid_accuracy"] == validated[-1]["train_accuracy"] == 1.0
+    assert validated[-1]["train_margin"] > 0
+    assert job.fine_tuned_model is not None
+    client.completions.create(model=job.fine_tuned_model, prompt="1", max_tokens=2)
+
+
+@pytest.mark.parametrize("model", ["demo:reward", pytest.param("demo:mlm", marks=pytest.mark.slow)])
+def test_scores_learn_what_is_preferred(
+    client: openai.OpenAI, server: ServerProcess, model: str
+) -> None:
+    """Train the score of a model, or a new one of a model without."""
+    rows = [row | {"margin": 0.5} for row in TRL_PAIRS]
+    method = by("reward", n_epochs=4, learning_rate_multiplier=100, layers="top:1")
+    file = upload(client, rows)
+    fields: Any = {"training_file": file, "validation_file": file, "method": method}
+    job = ended(client, server, create(client, model=model, **fields))
+    assert (job.status, job.error) == ("succeeded", None)
+    figures = metrics(client, job)
+    assert figures[-1]["valid_accuracy"] == 1.0
+    assert figures[-1]["valid_loss"] < figures[0]["train_loss"]
+
+    def rewards(name: str | None) -> list[float]:
+        texts = ["Number 99 is joyful", "Number 99 is dull and empty"]
+        answer = httpx2.post(
+            f"{server.url}/v1/rewards/score", json={"model": name, "texts": texts}, timeout=None
+        )
+        return [each["reward"] for each in answer.json()["data"]]
+
+    chosen, rejected = rewards(job.fine_tuned_model)
+    before = rewards(model) if model == "demo:reward" else [0.0, 0.0]
+    assert chosen - rejected > before[0] - before[1]
+    body = {"model": job.fine_tuned_model, "input": ["Number 99 is joyful"]}
+    classified = httpx2.post(f"{server.url}/v1/classifications", json=body, timeout=None)
+    assert classified.status_code == 200, classified.text
+
+
+def test_beta_is_chosen_by_auto(client: openai.OpenAI) -> None:
+    file = upload(client, OPENAI_PAIRS)
+    job = create(client, training_file=file, method=by("dpo", beta="auto"))
+    client.fine_tuning.jobs.cancel(job.id)
+    assert job.to_dict()["method"]["dpo"]["hyperparameters"]["beta"] == 0.1  # type: ignore[index]
 
 
 def test_events_come_in_pages(client: openai.OpenAI, server: ServerProcess) -> None:
@@ -186,7 +280,8 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     ),
     "unknown field": ([{**CHATS[0], "mesages": []}], "Line 1 .*mesages"),
     "unknown role": ([{"messages": [{"role": "boss", "content": "a"}]}], "Line 1"),
-    "pairs": ([{"input": {}, "preferred_output": [], "non_preferred_output": []}], "Line 1"),
+    "pairs": (OPENAI_PAIRS, "Line 1"),
+    "empty completion": ([{"prompt": "a", "completion": ""}], "Line 1 .*empty"),
     "no completion": ([{"prompt": "a"}], "Line 1 .*completion"),
     "empty": ([""], "no example"),
     "too long": (
@@ -214,6 +309,46 @@ def test_lines_that_cannot_be_used_are_named(client: openai.OpenAI, name: str) -
     assert refusal.value.param == "validation_file"
 
 
+TURN = {"role": "user", "content": "a"}
+#: BAD_PAIRS: lines of a file of pairs, and what the refusal says.
+BAD_PAIRS: dict[str, tuple[Any, str]] = {
+    "no JSON": ("{", "JSON"),
+    "no pair": (CHATS[0], "messages"),
+    "one text": ({"prompt": "a", "chosen": "b"}, "both"),
+    "equal": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "equal"),
+    "equal outputs": (
+        OPENAI_PAIRS[0] | {"non_preferred_output": OPENAI_PAIRS[0]["preferred_output"]},
+        "equal",
+    ),
+    "empty": ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected cannot be empty"),
+    "empty message": (
+        OPENAI_PAIRS[0] | {"preferred_output": [{"role": "assistant", "content": ""}]},
+        "chosen cannot be empty",
+    ),
+    "no output": (OPENAI_PAIRS[0] | {"preferred_output": []}, "preferred_output"),
+    "no assistant": (OPENAI_PAIRS[0] | {"preferred_output": [TURN]}, "assistant"),
+    "unknown role": (
+        OPENAI_PAIRS[0] | {"input": {"messages": [TURN | {"role": "boss"}]}},
+        "boss",
+    ),
+    "both forms": (OPENAI_PAIRS[0] | {"chosen": "a"}, "chosen and rejected, or"),
+    "too long": ({"prompt": "One, two, ", "chosen": "a b " * 5000, "rejected": "c"}, "tokens"),
+    "margin": ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"}, "margin"),
+    "unknown field": (TRL_PAIRS[0] | {"prompts": "a"}, "prompts"),
+}
+
+
+@pytest.mark.parametrize("model", [MODEL, "demo:reward"])
+@pytest.mark.parametrize("name", BAD_PAIRS)
+def test_pairs_that_cannot_be_used_are_named(client: openai.OpenAI, name: str, model: str) -> None:
+    line, why = BAD_PAIRS[name]
+    method = by("dpo" if model == MODEL else "reward")
+    file = upload(client, [TRL_PAIRS[0], "", line])
+    with pytest.raises(openai.BadRequestError, match=f"Line 3 of the file: .*{why}") as refusal:
+        create(client, model=model, training_file=file, method=method)
+    assert refusal.value.param == "training_file"
+
+
 #: WRONG: fields of a job, and the parameter that its refusal names.
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no model of its kind": ({"model": "demo:mlm"}, "model"),
@@ -226,6 +361,17 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown hyper-parameter": (
         {"method": {"type": "supervised", "supervised": {"hyperparameters": {"epochs": 1}}}},
         "method",
+    ),
+    "no beta": ({"method": by("supervised", beta=0.1)}, "method"),
+    "no beta of scores": ({"model": "demo:reward", "method": by("reward", beta=0.1)}, "method"),
+    "beta of 0": ({"method": by("dpo", beta=0)}, "method"),
+    "dpo of a masked LM": ({"model": "demo:mlm", "method": by("dpo")}, "model"),
+    "dpo of scores": ({"model": "demo:reward", "method": by("dpo")}, "model"),
+    "reward of a generator": ({"method": by("reward")}, "model"),
+    "another method": ({"method": {"type": "dpo"} | by("reward") | {"type": "dpo"}}, "method"),
+    "outside of the method": (
+        {"method": {"type": "dpo"}, "hyperparameters": HYPER},
+        "hyperparameters",
     ),
     "suffix": ({"suffix": "a:b"}, "suffix"),
     "rank": (
@@ -240,7 +386,8 @@ def test_fields_that_cannot_be_used_are_named(client: openai.OpenAI, name: str) 
     fields, param = WRONG[name]
     with pytest.raises(openai.BadRequestError) as refusal:
         create(client, **fields)
-    assert refusal.value.param == param
+    assert refusal.value.param is not None
+    assert refusal.value.param.startswith(param)
 
 
 def test_files_that_are_not_there_are_named(client: openai.OpenAI) -> None:

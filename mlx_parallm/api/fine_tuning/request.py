@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from fastapi import Request
-from pydantic import ConfigDict, Field, StrictBool, StrictStr
 
-from mlx_parallm.api.chat.schema import ChatMessage
-from mlx_parallm.api.fine_tuning.schema import AUTO, CreateJob, Hyperparameters
+from mlx_parallm.api.fine_tuning.lines import file_examples, line_reader
+from mlx_parallm.api.fine_tuning.schema import (
+    AUTO,
+    CreateJob,
+    Hyperparameters,
+    PreferenceHyperparameters,
+)
 from mlx_parallm.api.http.dependencies import get_client
-from mlx_parallm.api.http.forms import NullIsAbsent
 from mlx_parallm.api.http.offload import in_thread
-from mlx_parallm.api.mezo.conversations import conversation_input
-from mlx_parallm.api.mezo.prompts import completion_tokens, end_token
-from mlx_parallm.api.mezo.request import config_maker, trainable
-from mlx_parallm.api.mezo.schema import CreateSession
-from mlx_parallm.api.mezo.stored_lines import content_of, parsed_lines
-from mlx_parallm.batch_jobs.service import BatchService
+from mlx_parallm.api.mezo.request import config_maker, model_of, trainable
+from mlx_parallm.api.mezo.schema import NEW_HEAD, Completion, CreateSession, Pairs
+from mlx_parallm.api.mezo.stored_lines import stored_path
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.training.jobs.files import JobFiles
 from mlx_parallm.training.jobs.records import JobSettings, Method
@@ -28,23 +26,10 @@ from mlx_parallm.training.jobs.service import JobService
 from mlx_parallm.training.records import Example
 from mlx_parallm.training.service import TrainingService
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.training import ChoiceInput, num_tokens
 
-#: ``RATE``: Adam's learning rate for a multiplier of 1, usual for LoRA.
-RATE = 2e-4
-AUTO_EPOCHS, AUTO_MOST_BATCH = 3, 16
-
-
-class ConversationLine(NullIsAbsent):
-    """A line of a supervised job's file."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
-    tools: list[dict[str, Any]] | None = None
-    parallel_tool_calls: StrictBool | None = None
-    prompt: StrictStr | None = None
-    completion: StrictStr | None = None
+#: ``RATES``: Adam's learning rate for a multiplier of 1: that of TRL's scripts for LoRA.
+RATES = {Method.SUPERVISED: 2e-4, Method.DPO: 5e-6, Method.REWARD: 1e-4}
+AUTO_EPOCHS, AUTO_MOST_BATCH, AUTO_BETA = 3, 16, 0.1
 
 
 async def new_job(
@@ -63,26 +48,33 @@ async def new_job(
         ConflictError: there are too many sessions.
     """
     method, hyper = _method(body)
-    model = trainable(GENERATION.client(engine), body.model)
-    if model.parent is not None:
-        raise InvalidRequestError(f"{body.model} is an adapter; name its model.", param="model")
+    objective = _objective(method, hyper)
+    model = _model_of(method, objective, body.model, engine)
     max_rank = engine.config.adapters.max_rank
     if hyper.rank > max_rank:
         raise InvalidRequestError(
             f"rank is {hyper.rank}; --max-lora-rank is {max_rank}.", param="hyperparameters.rank"
         )
+    longest = model.info.max_model_len if isinstance(model, PoolingModel) else model.max_model_len
+    read_line = line_reader(objective, model, min(hyper.max_tokens or longest, longest))
     owner = await get_client(request)
-    read = _reader(request.app.state.batches, owner, model, hyper)
+    state = request.app.state
+
+    async def read(file_id: str, field: str) -> list[Example]:
+        max_bytes = state.config.max_training_session_bytes
+        path = await stored_path(state.batches, file_id, owner, field, max_bytes)
+        return await in_thread(lambda: file_examples(path, read_line, field))
+
     examples = await read(body.training_file, "training_file")
-    validation = None
+    validation: list[Example] = []
     if body.validation_file is not None:
         validation = await read(body.validation_file, "validation_file")
     settings = _settings(body, method, hyper, owner, model.names[0], len(examples))
-    session_body = _session_body(body, settings)
-    session = await training.create(
-        config_maker(session_body, model.names[0]), examples, start=None
-    )
-    return jobs.create(settings, session.config.id, validation)
+    session_body = _session_body(settings, objective, _head(model, settings))
+    has_score = isinstance(model, PoolingModel)
+    make = config_maker(session_body, model.names[0], has_score=has_score)
+    session = await training.create(make, examples, validation=validation)
+    return jobs.create(settings, session.config.id)
 
 
 def _method(body: CreateJob) -> tuple[Method, Hyperparameters]:
@@ -93,26 +85,64 @@ def _method(body: CreateJob) -> tuple[Method, Hyperparameters]:
     """
     if body.integrations:
         raise InvalidRequestError("Integrations are not served.", param="integrations")
-    if body.method is None:
-        return Method.SUPERVISED, body.hyperparameters or Hyperparameters.model_validate({})
-    kind = body.method.type
+    kind = "supervised" if body.method is None else body.method.type
     if kind == "reinforcement":
         raise InvalidRequestError(
             "method.type reinforcement is not served: sample with /v1/rl/rollout, and train a "
             "session of /v1/training/sessions with the objective policy.",
             param="method",
         )
-    if kind != Method.SUPERVISED:
+    method = Method(kind)
+    own = None
+    for each in Method:
+        settings = None if body.method is None else getattr(body.method, each)
+        if each is method:
+            own = settings
+        elif settings is not None:
+            raise InvalidRequestError(
+                f"method.{each} is for method.type {each}, and this job's is {method}.",
+                param=f"method.{each}",
+            )
+    if body.hyperparameters is not None and method is not Method.SUPERVISED:
         raise InvalidRequestError(
-            f"method.type {kind} is not served yet by jobs: train a session of "
-            "/v1/training/sessions with the objective pairs.",
-            param="method",
+            f"hyperparameters is for supervised jobs; this one's are method.{method}."
+            "hyperparameters.",
+            param="hyperparameters",
         )
-    own = body.method.supervised
-    return (
-        Method.SUPERVISED,
-        own.hyperparameters if own else body.hyperparameters or Hyperparameters.model_validate({}),
-    )
+    if own is not None:
+        return method, own.hyperparameters
+    kinds = PreferenceHyperparameters if method is Method.DPO else Hyperparameters
+    return method, body.hyperparameters or kinds.model_validate({})
+
+
+def _model_of(
+    method: Method, objective: Completion | Pairs, name: str, engine: EngineClient
+) -> PoolingModel | GenerationModel:
+    """Return the model of a job; raise InvalidRequestError if it cannot learn by the method."""
+    status = engine.find(name)
+    generates = status is not None and isinstance(status.model, GenerationModel)
+    if method is Method.REWARD and generates:
+        raise InvalidRequestError(
+            f"{name} generates, and a job of reward trains a model that scores texts; method.type "
+            "dpo trains those that generate.",
+            param="model",
+        )
+    if method is Method.DPO and not generates:
+        # The objective of pairs would take models that score.
+        trainable(GENERATION.client(engine), name)
+    return model_of(name, objective, engine, makes_head=method is Method.REWARD)
+
+
+def _objective(method: Method, hyper: Hyperparameters) -> Completion | Pairs:
+    """Return the objective of a job's session."""
+    if method is Method.SUPERVISED:
+        return Completion.model_validate({})
+    return Pairs.model_validate({"beta": _beta(hyper)})
+
+
+def _beta(hyper: Hyperparameters) -> float:
+    beta = hyper.beta if isinstance(hyper, PreferenceHyperparameters) else AUTO
+    return AUTO_BETA if beta == AUTO else beta
 
 
 def _settings(
@@ -123,7 +153,7 @@ def _settings(
     model: str,
     num_examples: int,
 ) -> JobSettings:
-    """Return what the job is asked for, "auto" replaced."""
+    """Return the settings of the job, "auto" replaced."""
     batch = hyper.batch_size
     if batch == AUTO:
         batch = min(max(1, num_examples // 10), AUTO_MOST_BATCH)
@@ -134,6 +164,7 @@ def _settings(
         "n_epochs": epochs,
         "batch_size": min(batch, num_examples),
         "learning_rate_multiplier": multiplier,
+        **({"beta": _beta(hyper)} if method is Method.DPO else {}),
     }
     return JobSettings(
         owner=owner,
@@ -150,7 +181,17 @@ def _settings(
     )
 
 
-def _session_body(body: CreateJob, settings: JobSettings) -> CreateSession:
+def _head(model: PoolingModel | GenerationModel, settings: JobSettings) -> bool | str:
+    """Return which head a job trains: that of a model with one score, or a new one."""
+    if not isinstance(model, PoolingModel):
+        return False
+    has_score = "classify" in model.info.tasks and len(model.info.labels) == 1
+    return True if has_score else NEW_HEAD
+
+
+def _session_body(
+    settings: JobSettings, objective: Completion | Pairs, head: bool | str
+) -> CreateSession:
     """Return the session that a job is."""
     hyper = settings.hyperparameters
     return CreateSession.model_validate(
@@ -163,73 +204,17 @@ def _session_body(body: CreateJob, settings: JobSettings) -> CreateSession:
                 "layers": hyper["layers"],
                 "train": "ab",
                 "init": "random",
+                "head": head,
             },
             "estimator": {
                 "kind": "gradient",
                 "optimizer": "adamw",
-                "learning_rate": RATE * hyper["learning_rate_multiplier"],
+                "learning_rate": RATES[settings.method] * hyper["learning_rate_multiplier"],
                 "decay_steps": settings.num_steps,
             },
-            "objective": {"kind": "completion"},
+            "objective": objective.model_dump(mode="json"),
             "batch_size": hyper["batch_size"],
-            "seed": body.seed,
+            "eval_every": settings.eval_every,
+            "seed": settings.seed,
         }
     )
-
-
-def _reader(
-    batches: BatchService, owner: str, model: GenerationModel, hyper: Hyperparameters
-) -> Callable[[str, str], Any]:
-    """Return what reads a caller's file for a model; its arguments are the id and the field."""
-
-    async def read(file_id: str, field: str) -> list[Example]:
-        content = await content_of(batches, file_id, owner, field)
-        most = min(hyper.max_tokens or model.max_model_len, model.max_model_len)
-        return await in_thread(lambda: conversation_examples(content, model, field, most))
-
-    return read
-
-
-def conversation_examples(
-    content: bytes, model: GenerationModel, field: str, max_tokens: int
-) -> list[Example]:
-    """Return the examples of a file whose lines are conversations, or prompts with completions.
-
-    Args:
-        content: JSON lines.
-        model: reads them.
-        field: the field of the body that names the file, for errors.
-        max_tokens: most tokens of an example.
-
-    Raises:
-        InvalidRequestError: a line cannot be used; the message has its number, from 1.
-    """
-
-    def read(value: Any, line: int) -> Example:
-        del line
-        item = _line_input(ConversationLine.model_validate(value), model)
-        count = num_tokens(item) + 1
-        if count > max_tokens:
-            raise InvalidRequestError(f"it has {count} tokens, and {max_tokens} are allowed")
-        return Example(item, 0)
-
-    return parsed_lines(content, read, param=field, what="examples")
-
-
-def _line_input(line: ConversationLine, model: GenerationModel) -> ChoiceInput:
-    if line.messages is not None:
-        if line.prompt is not None or line.completion is not None:
-            raise InvalidRequestError("it has messages and a prompt or a completion")
-        return conversation_input(line.messages, line.tools, model)
-    if line.prompt is None or line.completion is None:
-        raise InvalidRequestError("it needs messages, or a prompt and a completion")
-    return _completion_input(line.prompt, line.completion, model)
-
-
-def _completion_input(prompt: str, completion: str, model: GenerationModel) -> ChoiceInput:
-    """Return a prompt with its completion, which an end token follows."""
-    completed = completion_tokens(completion, end_token(model), model)
-    prompted = tuple(model.tokenizer.encode(prompt))
-    if not prompted or not completed:
-        raise InvalidRequestError("the prompt or the completion has no token")
-    return ChoiceInput(prompted, (completed,), averages=True)

@@ -31,6 +31,9 @@ class GradientStepAnswer(AnyStepAnswer):
     validation_loss: float | None = Field(
         description="Mean loss of the validation data; null: not evaluated."
     )
+    validation_accuracy: float | None = Field(
+        description="Share of the validation data that is right, if anything is right or wrong."
+    )
     losses: list[list[float]] | None = Field(
         None, description="If asked for: one list, of the loss of each example of the batch."
     )

@@ -174,7 +174,9 @@ def encoded_prompt(
     )
 
 
-def checked(item: ChoiceInput, model: GenerationModel, place: str, param: str) -> ChoiceInput:
+def checked(
+    item: ChoiceInput, model: GenerationModel, place: str, param: str | None
+) -> ChoiceInput:
     """Return an input; raise InvalidRequestError if the model cannot read it."""
     if not item.token_ids:
         raise InvalidRequestError(f"{place} has a prompt without a token.", param=param)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from fastapi import Request
@@ -32,7 +33,7 @@ from mlx_parallm.api.mezo.schema import (
     Policy,
     Reward,
 )
-from mlx_parallm.api.mezo.stored_lines import content_of, parsed_lines
+from mlx_parallm.api.mezo.stored_lines import lines_of, parsed_lines, stored_path
 from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs
 from mlx_parallm.api.pooling.mlm.inputs import MASK, candidates_of, masked_inputs, num_masks
 from mlx_parallm.api.turns.prelude import refuse_sources
@@ -50,11 +51,19 @@ from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError
 from mlx_parallm.types.pooling import PoolingInput, Task
 from mlx_parallm.types.training import FirstFactors, TrainableSpec
 
-DATA = "data"
+DATA, VALIDATION = "data", "validation"
 #: ``NOT_TRAINED``: why a model with an encoder has no session.
 NOT_TRAINED = "MeZO does not train"
 # DATA_FIELDS: fields of the body that say how data are read.
-DATA_FIELDS = ("data", "batch_size", "batches", "mode", "max_batch_tokens")
+DATA_FIELDS = (
+    "data",
+    "validation",
+    "eval_every",
+    "batch_size",
+    "batches",
+    "mode",
+    "max_batch_tokens",
+)
 TEXT = "{text}"
 ROW: TypeAdapter[Row | PairRow | PolicyRow] = TypeAdapter(AnyRow)
 OBJECTIVES: TypeAdapter[AnyObjective] = TypeAdapter(Objective)
@@ -94,6 +103,7 @@ def config_maker(
             created_at=created_at,
             adapter=body.adapter,
             loss=loss,
+            eval_every=body.eval_every,
         )
 
     return make
@@ -146,6 +156,25 @@ def _check_batch(body: CreateSession, num_examples: int) -> None:
         )
 
 
+def check_validation(body: CreateSession) -> None:
+    """Raise InvalidRequestError if validation data are there that nothing evaluates, or missing."""
+    if body.validation is None:
+        if body.eval_every is not None:
+            raise InvalidRequestError(
+                "eval_every is about validation, which is missing.", param="eval_every"
+            )
+        return
+    if not body.takes_gradients:
+        raise InvalidRequestError(
+            "validation needs estimator.kind gradient; evaluate other sessions by evaluate.",
+            param="validation",
+        )
+    if isinstance(body.objective, Policy):
+        raise InvalidRequestError(
+            "The objective policy has no labels to evaluate.", param="validation"
+        )
+
+
 def check_caller(body: CreateSession) -> None:
     """Raise InvalidRequestError for fields about data."""
     for field in DATA_FIELDS:
@@ -179,8 +208,12 @@ def check_copies(body: CreateSession, max_adapters: int) -> None:
 
 
 def check_size(body: CreateSession, num_examples: int, max_rank: int) -> None:
-    """Raise InvalidRequestError if a batch or the adapter would be too large."""
+    """Raise InvalidRequestError if a batch or the adapter would be too large.
+
+    See ``check_validation`` too.
+    """
     _check_batch(body, num_examples)
+    check_validation(body)
     check_rank(body, max_rank)
 
 
@@ -269,9 +302,9 @@ def base_of(name: str, engine: EngineClient) -> str:
 
 
 async def rows_of(
-    data: str | Sequence[AnyRow], request: Request, batches: BatchService | None
+    data: str | Sequence[AnyRow], request: Request, param: str = DATA
 ) -> Sequence[AnyRow]:
-    """Return the rows of a body, or of a file of the caller.
+    """Return the rows of a field of the body, or of a file of the caller.
 
     Raises:
         NotFoundError: the caller has no such file.
@@ -279,19 +312,21 @@ async def rows_of(
     """
     if not isinstance(data, str):
         return data
+    batches: BatchService | None = request.app.state.batches
     if batches is None:
-        raise InvalidRequestError("Files are kept with --data-dir only.", param=DATA)
-    content = await content_of(batches, data, await get_client(request), DATA)
-    return await asyncio.to_thread(lambda: parsed_rows(content))
+        raise InvalidRequestError("Files are kept with --data-dir only.", param=param)
+    max_bytes = request.app.state.config.max_training_session_bytes
+    path = await stored_path(batches, data, await get_client(request), param, max_bytes)
+    return await asyncio.to_thread(parsed_rows, path, param)
 
 
-def parsed_rows(content: bytes) -> list[AnyRow]:
+def parsed_rows(path: Path, param: str = DATA) -> list[AnyRow]:
     """Return the rows of a file, one as JSON in each line; raise InvalidRequestError."""
 
     def read(value: Any, line: int) -> AnyRow:
         return ROW.validate_python(value).on_line(line)
 
-    return parsed_lines(content, read, param=DATA, what="rows")
+    return parsed_lines(lines_of(path), read, param=param, what="rows")
 
 
 async def examples_of(

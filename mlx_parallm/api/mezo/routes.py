@@ -32,6 +32,7 @@ from mlx_parallm.api.mezo.answer_schema import (
 from mlx_parallm.api.mezo.request import (
     DATA,
     OBJECTIVES,
+    VALIDATION,
     base_of,
     check_caller,
     check_copies,
@@ -119,14 +120,16 @@ async def create_session(
     check_template(objective, model)
     if body.data is None and not isinstance(objective, Policy):
         raise InvalidRequestError("data is missing.", param=DATA)
-    rows = await rows_of(body.data or (), request, request.app.state.batches)
+    rows = await rows_of(body.data or (), request)
     adapters = engine.control.adapters()
     body, start = await warm_start(body, model.names[0], adapters, training.train)
     check_size(body, len(rows), max_rank)
     examples = await _read(rows, objective, model)
+    judged = await rows_of(body.validation or (), request, VALIDATION)
+    validation = await _read(judged, objective, model, VALIDATION) if judged else ()
     has_score = isinstance(model, PoolingModel)
     make = config_maker(body, model.names[0], start, has_score=has_score)
-    session = await training.create(make, examples, start)
+    session = await training.create(make, examples, start, validation)
     return session_answer(session)
 
 
@@ -226,7 +229,7 @@ async def evaluate_session(
             "published adapter.",
             param=DATA,
         )
-    rows = await rows_of(body.data, request, request.app.state.batches)
+    rows = await rows_of(body.data, request)
     examples = await _examples(session_id, rows, engine, training)
     scores = await session.evaluate(examples)
     return EvaluationAnswer(

@@ -105,6 +105,7 @@ class Conversation(Strict):
     model_config = ConfigDict(extra="ignore")
 
     messages: list[ChatMessage] = Field(min_length=1, description="The conversation so far.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Tools of the conversation.")
 
 
 class PairRow(AtPlace):
@@ -115,6 +116,7 @@ class PairRow(AtPlace):
     )
     chosen: Said | None = Field(None, description="Text or messages that are preferred.")
     rejected: Said | None = Field(None, description="Text or messages that are not.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Tools, for the chat template.")
     margin: Loss = Field(0.0, description="By how much the first score should be ahead.")
     input: Conversation | None = Field(None, description="OpenAI's name of the prompt.")
     preferred_output: list[ChatMessage] | None = Field(
@@ -129,18 +131,29 @@ class PairRow(AtPlace):
         if self.preferred_output is not None or self.non_preferred_output is not None:
             if (self.prompt, self.chosen, self.rejected) != (None, None, None):
                 raise ValueError("a pair has chosen and rejected, or the outputs of OpenAI's files")
-            self.prompt = None if self.input is None else self.input.messages
+            if self.input is not None:
+                self.prompt, self.tools = self.input.messages, self.input.tools
             self.chosen, self.rejected = self.preferred_output, self.non_preferred_output
         elif self.input is not None:
             raise ValueError("input comes with preferred_output and non_preferred_output")
         if self.chosen is None or self.rejected is None:
             raise ValueError("a pair has both what is preferred and what is not")
-        for said in (self.chosen, self.rejected):
-            if not said:
-                raise ValueError("what is preferred, and what is not, cannot be empty")
-            if not isinstance(said, str) and not any(turn.role == "assistant" for turn in said):
-                raise ValueError("what is preferred, and what is not, needs an assistant's turn")
+        for name, answer in (("chosen", self.chosen), ("rejected", self.rejected)):
+            _check_answer(name, answer)
         return self
+
+
+def _check_answer(name: str, answer: Said) -> None:
+    """Raise ValueError if the assistant says nothing at the end of an answer."""
+    if isinstance(answer, str):
+        is_empty = not answer
+    elif answer[-1].role != "assistant":
+        raise ValueError(f"{name} needs an assistant's turn at its end")
+    else:
+        calls = (answer[-1].model_extra or {}).get("tool_calls")
+        is_empty = not (answer[-1].content or calls)
+    if is_empty:
+        raise ValueError(f"{name} cannot be empty")
 
 
 class PolicyRow(AtPlace):

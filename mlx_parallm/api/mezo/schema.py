@@ -303,6 +303,17 @@ class CreateSession(Strict):
         description="Rows, or the id of a file of purpose fine-tune; not of kind caller, and of "
         "kind policy only if not every step brings its own.",
     )
+    validation: Data | None = Field(
+        None,
+        description="Likewise, for sessions with gradients: rows whose loss judges the steps.",
+    )
+    eval_every: StrictInt | None = Field(
+        None,
+        ge=1,
+        le=MAX_STEPS,
+        description="Steps between two evaluations of validation; default: as many as read data "
+        "once. The end of a run is evaluated, too.",
+    )
     batch_size: StrictInt = Field(16, ge=1, le=65536, description="Examples of a step.")
     batches: BatchOrder = Field(BatchOrder.RANDOM, description="How batches are drawn.")
     mode: Mode = Field(Mode.PAIRED, description="naive computes all copies apart, to compare.")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -18,20 +18,25 @@ T = TypeVar("T")
 PURPOSE = "fine-tune"
 # MAX_WHY_CHARS: of what is wrong with a line.
 MAX_WHY_CHARS = 200
+# MAX_LINE_BYTES: longer lines are refused unread.
+MAX_LINE_BYTES = 16 << 20
 
 
-async def content_of(batches: BatchService, file_id: str, owner: str, param: str) -> bytes:
-    """Return the content of a caller's file.
+async def stored_path(
+    batches: BatchService, file_id: str, owner: str, param: str, max_bytes: int
+) -> Path:
+    """Return where a caller's file of examples is.
 
     Args:
         batches: keeps the files.
         file_id: which file.
         owner: the caller.
         param: the field of the body that names it, for errors.
+        max_bytes: most bytes of the data of a session.
 
     Raises:
         NotFoundError: the caller has no such file.
-        InvalidRequestError: it has another purpose.
+        InvalidRequestError: it has another purpose, or is too large.
     """
     files = await batches.files()
     try:
@@ -42,16 +47,29 @@ async def content_of(batches: BatchService, file_id: str, owner: str, param: str
         raise InvalidRequestError(
             f"{file_id} is of purpose {record.purpose!r}, not {PURPOSE!r}.", param=param
         )
-    return await asyncio.to_thread(files.path(record).read_bytes)
+    if record.num_bytes > max_bytes:
+        raise InvalidRequestError(
+            f"{file_id} has {record.num_bytes} bytes, and the data of a session may have "
+            f"{max_bytes} (see --max-data-bytes).",
+            param=param,
+        )
+    return files.path(record)
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, and of one that is too long its beginning."""
+    with path.open("rb") as file:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            yield line
 
 
 def parsed_lines(
-    content: bytes, read: Callable[[Any, int], T], *, param: str, what: str
+    lines: Iterable[bytes], read: Callable[[Any, int], T], *, param: str, what: str
 ) -> list[T]:
     """Return what the lines of a file are read as; empty ones are left out.
 
     Args:
-        content: JSON lines.
+        lines: JSON lines.
         read: reads the JSON value of a line and its number, from 1; raises ValidationError or
             InvalidRequestError.
         param: the field of the body that names the file, for errors.
@@ -61,7 +79,9 @@ def parsed_lines(
         InvalidRequestError: a line cannot be used; the message has its number, from 1.
     """
     items: list[T] = []
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(lines, 1):
+        if len(line) > MAX_LINE_BYTES:
+            raise _bad_line(number, f"it has more than {MAX_LINE_BYTES} bytes", param)
         if not line.strip():
             continue
         try:
@@ -83,4 +103,5 @@ def parsed_lines(
 
 
 def _bad_line(number: int, why: str, param: str) -> InvalidRequestError:
-    return InvalidRequestError(f"Line {number} of the file: {why[:MAX_WHY_CHARS]}.", param=param)
+    why = why[:MAX_WHY_CHARS].rstrip(".")
+    return InvalidRequestError(f"Line {number} of the file: {why}.", param=param)

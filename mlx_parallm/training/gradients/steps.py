@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
@@ -12,6 +13,7 @@ import numpy as np
 
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.training.estimation import StepHost
+from mlx_parallm.training.evaluation import scores_now
 from mlx_parallm.training.gradients.checkpoints import Checkpoints
 from mlx_parallm.training.gradients.references import References
 from mlx_parallm.training.records import Example, GradientRecord
@@ -53,6 +55,8 @@ class GradientSteps:
         self._saved_s = clock()
         # The step after which the opened session has the parameters.
         self._opened_at = 0
+        # The validation data, once they have all that their loss is computed from.
+        self._validation: list[Example] | None = None
         self._best: tuple[float, int] | None = None
         for record in host.files.all_records():
             self._compare(record)
@@ -83,7 +87,7 @@ class GradientSteps:
         results, norm = _parted(await self._host.send(*ops))
         loss = _mean(_by_row(forwards, [result.losses for result in results]))
         self._note_differences(record, (loss, norm))
-        if self._is_due(record.step):
+        if record.validation_loss is not None or self._is_due(record.step):
             await self._save(record.step, self._host.send)
 
     def _note_differences(self, record: GradientRecord, again: tuple[float, float]) -> None:
@@ -137,16 +141,17 @@ class GradientSteps:
             facts=_facts(forwards, results),
             **asdict(costs_of(forwards, results, seconds, info)),
         )
-        await self._note(record)
+        record = await self._note(record)
         return MadeStep(record, StepLosses([record.loss], [losses.tolist()]))
 
-    async def _note(self, record: GradientRecord) -> None:
+    async def _note(self, record: GradientRecord) -> GradientRecord:
         """Write a step down that the engine has made, and a checkpoint if it is time for one.
 
         Rows of the caller are not kept, so their step has a checkpoint, which is there before the
         record: a step that is recorded can always be returned to.
         """
         try:
+            record = await self._validated(record)
             if record.is_given:
                 await self._save(record.step, self._host.send)
             self._host.note(record)
@@ -156,8 +161,10 @@ class GradientSteps:
             self._checkpoints.drop(record.step)
             raise
         self._compare(record)
-        if record.is_given or self._is_due(record.step):
+        is_validated = record.validation_loss is not None
+        if record.is_given or is_validated or self._is_due(record.step):
             await self._save_if_possible(record.step)
+        return record
 
     async def _save_if_possible(self, step: int) -> None:
         """Write a checkpoint unless the engine cannot be asked: the step was made all the same."""
@@ -168,6 +175,30 @@ class GradientSteps:
         except ParallmError as problem:
             name = self._host.config.id
             logger.info("step %d of session %s has no checkpoint: %s", step, name, problem)
+
+    async def _validated(self, record: GradientRecord) -> GradientRecord:
+        """Return the record of a step with scores of the validation data, if it is time for them.
+
+        They are part of the record, so that a step which is made again is not evaluated again.
+        """
+        host = self._host
+        is_due = record.step % self._eval_every == 0 or record.step == host.state.until
+        if not (host.validation and is_due):
+            return record
+        if self._validation is None:
+            self._validation = await self.prepared(host.validation)
+        # A session that was lost must not be opened here: it would lack the step.
+        scores = await scores_now(host, self._validation, host.send)
+        if not math.isfinite(scores.loss):
+            raise ConflictError(f"The validation loss of step {record.step} is {scores.loss}.")
+        return replace(record, validation_loss=scores.loss, validation_accuracy=scores.accuracy)
+
+    @property
+    def _eval_every(self) -> int:
+        """Return the steps between two evaluations, at least 1."""
+        config = self._host.config
+        epoch = len(self._host.examples) // max(1, config.batch_size)
+        return config.eval_every or max(1, epoch)
 
     def _compare(self, record: object) -> None:
         """Remember the step with the least validation loss."""

@@ -1,7 +1,7 @@
-"""The files of a job: its record, its events, its validation data and its checkpoints.
+"""The files of a job: its record, its events and its checkpoints.
 
-``job.json`` is replaced whole; a folder without it is no job. ``events.jsonl`` grows by lines; a
-line that a crash has cut off is dropped. Adapters are in ``checkpoints/step-N``, as PEFT writes
+``job.json`` is replaced whole; a folder without it is no job. ``events.jsonl`` grows by lines; one
+that a crash has cut off is dropped. Adapters are in ``checkpoints/step-N``, as PEFT writes
 them.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.storage import disk
+from mlx_parallm.storage.appended import AppendedFile
 from mlx_parallm.storage.records import as_record, dumped
 from mlx_parallm.training.jobs.records import Checkpoint, JobEvent, JobRecord
-from mlx_parallm.training.records import Example
-from mlx_parallm.training.session_files import encoded
-from mlx_parallm.types.errors import ParallmError
+from mlx_parallm.types.errors import ParallmError, StorageError
 
 logger = logging.getLogger(__name__)
-JOB, EVENTS, VALIDATION, CHECKPOINTS = "job.json", "events.jsonl", "validation.jsonl", "checkpoints"
+JOB, EVENTS, CHECKPOINTS = "job.json", "events.jsonl", "checkpoints"
 #: ``CHECKPOINT``: the record of a checkpoint, beside its adapter.
 CHECKPOINT = "checkpoint.json"
 
@@ -44,25 +42,25 @@ class JobFiles:
         self.record = record
         self._folder = folder
         self.num_events = self.last_step = 0
-        for event in _lines(folder / EVENTS):
+        self._events = AppendedFile.opened(folder / EVENTS)
+        for event in self.events():
             self._count(event)
         self._checkpoints = {each.step: each for each in _checkpoints(folder / CHECKPOINTS)}
+        self._adapter_bytes = {
+            step: _num_bytes(self.folder_of(each)) for step, each in self._checkpoints.items()
+        }
 
     @classmethod
-    def create(
-        cls, folder: Path, record: JobRecord, validation: Sequence[Example] | None
-    ) -> JobFiles:
+    def create(cls, folder: Path, record: JobRecord) -> JobFiles:
         """Make the folder of a new job."""
         with disk.storage_errors():
             disk.make_folder(folder)
             try:
-                if validation is not None:
-                    disk.replace(folder / VALIDATION, encoded(validation))
                 disk.replace_json(folder / JOB, record)
+                return cls(folder, record)
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
-        return cls(folder, record)
 
     @classmethod
     def open_all(cls, root: Path) -> list[JobFiles]:
@@ -83,14 +81,35 @@ class JobFiles:
         return jobs
 
     def events(self) -> list[JobEvent]:
-        """Return its events, oldest first."""
+        """Return its events, oldest first, up to one that a crash has cut off."""
+        events: list[JobEvent] = []
+        size = 0
         with disk.storage_errors():
-            return list(_lines(self._folder / EVENTS))
+            for line in self._events.read().splitlines(keepends=True):
+                try:
+                    event = as_record(json.loads(line), JobEvent)
+                except (ValueError, TypeError):
+                    event = None
+                if event is None or not line.endswith(b"\n"):
+                    self._events.cut(size)
+                    break
+                size += len(line)
+                events.append(event)
+        return events
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its events and of its checkpoints' adapters."""
+        return self._events.size + sum(self._adapter_bytes.values())
 
     @property
     def checkpoints(self) -> Sequence[Checkpoint]:
         """Its checkpoints, oldest first."""
         return [self._checkpoints[step] for step in sorted(self._checkpoints)]
+
+    def has_checkpoint(self, step: int) -> bool:
+        """True if there is a checkpoint of this step."""
+        return step in self._checkpoints
 
     def save(self, **changes: Any) -> JobRecord:
         """Change the record durably; return it."""
@@ -99,30 +118,24 @@ class JobFiles:
         self.record = changed
         return changed
 
+    def set_status(self, **changes: Any) -> None:
+        """Change the record, even if the disk refuses it: this is called for such a disk too."""
+        try:
+            self.save(**changes)
+        except StorageError as problem:
+            logger.warning("the state of job %s is not saved: %s", self.record.id, problem)
+            self.record = replace(self.record, **changes)
+
     def append(self, event: JobEvent) -> None:
         """Add an event."""
         line = dumped(event).encode() + b"\n"
         with disk.storage_errors():
-            descriptor = os.open(
-                self._folder / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, disk.FILE_MODE
-            )
-            try:
-                disk.write_all(descriptor, line)
-            finally:
-                os.close(descriptor)
+            self._events.append(line)
         self._count(event)
 
     def _count(self, event: JobEvent) -> None:
         self.num_events += 1
         self.last_step = max(self.last_step, event.data.get("step", 0))
-
-    def validation(self) -> list[Example] | None:
-        """Return the validation data; None if there are none."""
-        path = self._folder / VALIDATION
-        if not path.is_file():
-            return None
-        with disk.storage_errors():
-            return [Example.from_json(json.loads(line)) for line in path.read_bytes().splitlines()]
 
     def put_checkpoint(self, checkpoint: Checkpoint, adapter: Mapping[str, bytes]) -> Path:
         """Write a checkpoint with the files of its adapter; return the folder of these."""
@@ -134,11 +147,13 @@ class JobFiles:
         # The record comes last: without it there is no checkpoint.
         disk.replace_json(folder / CHECKPOINT, checkpoint)
         self._checkpoints[checkpoint.step] = checkpoint
+        self._adapter_bytes[checkpoint.step] = _num_bytes(folder)
         return folder
 
     def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Remove a checkpoint with its files."""
         self._checkpoints.pop(checkpoint.step, None)
+        self._adapter_bytes.pop(checkpoint.step, None)
         shutil.rmtree(self.folder_of(checkpoint), ignore_errors=True)
 
     def folder_of(self, checkpoint: Checkpoint) -> Path:
@@ -153,23 +168,10 @@ class JobFiles:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _lines(path: Path) -> Iterator[JobEvent]:
-    """Yield the lines of a file up to one that a crash has cut off, and cut the file there."""
-    if not path.is_file():
-        return
-    size = 0
-    with path.open("rb") as lines:
-        for line in lines:
-            try:
-                record = as_record(json.loads(line), JobEvent) if line.endswith(b"\n") else None
-            except (ValueError, TypeError):
-                record = None
-            if record is None:
-                break
-            size += len(line)
-            yield record
-    if size < path.stat().st_size:
-        os.truncate(path, size)
+def _num_bytes(folder: Path) -> int:
+    """Return the size of the files of a folder."""
+    with disk.storage_errors():
+        return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def _checkpoints(folder: Path) -> Iterator[Checkpoint]:

@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 #: ``PREFIX``: what the ids of jobs begin with.
 PREFIX = "ftjob-"
+#: ``Level``: how bad an event is.
+Level = Literal["info", "warn", "error"]
 
 
 class JobStatus(StrEnum):
@@ -133,7 +135,7 @@ class JobEvent:
     number: int
     created_at: int
     message: str
-    level: Literal["info", "warn", "error"] = "info"
+    level: Level = "info"
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 

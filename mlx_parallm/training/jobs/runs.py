@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import time
@@ -11,19 +12,22 @@ from typing import Any, Protocol
 
 from mlx_parallm.adapters.writing import adapter_files
 from mlx_parallm.training.jobs.files import JobFiles
-from mlx_parallm.training.jobs.records import Checkpoint, JobEvent, JobStatus
-from mlx_parallm.training.records import Status
+from mlx_parallm.training.jobs.records import Checkpoint, JobEvent, JobStatus, Level
+from mlx_parallm.training.records import GradientRecord, Status, StepRecord
 from mlx_parallm.training.service import ASLEEP, TrainingService
 from mlx_parallm.training.session import Session
-from mlx_parallm.types.errors import ConflictError
+from mlx_parallm.types.errors import ConflictError, StorageError
 
 #: ``KEPT``: how many of the latest checkpoints are kept, beside the best one.
 KEPT = 3
 #: ``BEST_BY``: the metric of which the checkpoint with the least is the best.
 BEST_BY = "valid_loss"
+#: ``OPENAI_NAMES``: of facts about a step.
+OPENAI_NAMES = {"accuracies": "accuracy", "margins": "margin"}
 RESULT_FIELDS: Sequence[str] = (
     "step",
     "train_loss",
+    "train_accuracy",
     "valid_loss",
     "valid_accuracy",
     "learning_rate",
@@ -72,20 +76,23 @@ class JobRun:
 
         Raises:
             NotFoundError: the session is gone.
+            ConflictError: it cannot go on, such as with other weights; or there is no room.
             StorageError: the disk refused something.
         """
         files = self._files
-        settings = files.record.settings
-        files.save(status=JobStatus.RUNNING, reason=None)
-        self.tell("The job runs.")
-        validation = files.validation()
+        if files.record.status is not JobStatus.RUNNING:
+            files.save(status=JobStatus.RUNNING, reason=None)
+            self.tell("The job runs.")
         session = self._session
-        while session.num_steps < settings.num_steps:
+        while True:
+            # A fault may have come between a step, its event and its checkpoint.
+            await self._follow(session)
+            await self._put_checkpoint(session)
+            if session.num_steps >= files.record.settings.num_steps:
+                break
             if not await self._advance(session):
                 return
-            metrics = await self._metrics(session, validation)
-            await self._put_checkpoint(session, metrics)
-        await self._finish(session)
+        await self._finish()
 
     @property
     def _session(self) -> Session:
@@ -107,7 +114,7 @@ class JobRun:
             state = session.state
             if state.status is Status.PAUSED:
                 if state.reason != ASLEEP:
-                    self._pause(state.reason or "Its session was paused.")
+                    self.pause(state.reason or "Its session was paused.")
                     return False
                 await session.wait_for_steps(session.num_steps)
                 self._training.get(session.config.id)
@@ -120,33 +127,29 @@ class JobRun:
         async for record in self._training.follow(session.config.id, after):
             if record.step > files.last_step:
                 metrics = step_metrics(record)
-                self.tell(f"Step {record.step}: training loss {metrics['train_loss']:.4g}", metrics)
+                validation = (
+                    f", validation loss {metrics[BEST_BY]:.4g}" if BEST_BY in metrics else ""
+                )
+                message = f"Step {record.step}: training loss {metrics['train_loss']:.4g}"
+                self.tell(f"{message}{validation}", metrics)
 
-    async def _metrics(
-        self, session: Session, validation: Sequence[Any] | None
-    ) -> dict[str, float]:
-        """Return the metrics of the latest step, and of the validation data."""
-        metrics = {} if session.last is None else step_metrics(session.last)
-        if validation is None:
-            return metrics
-        scores = await session.evaluate(validation)
-        metrics[BEST_BY] = scores.loss
-        if scores.accuracy is not None:
-            metrics["valid_accuracy"] = scores.accuracy
-        self.tell(f"Step {session.num_steps}: validation loss {scores.loss:.4g}", metrics)
-        return metrics
-
-    async def _put_checkpoint(self, session: Session, metrics: Mapping[str, float]) -> None:
+    async def _put_checkpoint(self, session: Session) -> None:
+        """Write and serve the state after the latest step, if it is to be one and is not yet."""
         files, record = self._files, self._files.record
-        step = session.num_steps
+        step, settings = session.num_steps, record.settings
+        is_due = step % settings.eval_every == 0 or step >= settings.num_steps
+        if session.last is None or not is_due or files.has_checkpoint(step):
+            return
         checkpoint = Checkpoint(
             step=step,
             created_at=int(self._now()),
             name=f"{model_name(files)}:ckpt-step-{step}",
-            metrics=metrics,
+            metrics=step_metrics(session.last),
         )
         weights = await self._training.weights(record.session, None, of_checkpoint=True)
-        folder = files.put_checkpoint(checkpoint, adapter_files(weights, "peft"))
+        adapter = adapter_files(weights, "peft")
+        self._training.check_bytes(sum(map(len, adapter.values())))
+        folder = files.put_checkpoint(checkpoint, adapter)
         await self._served.keep(checkpoint.name, record.settings.model, folder)
         for old in self._superfluous():
             await self._served.forget_kept(old.name)
@@ -157,7 +160,7 @@ class JobRun:
         best = best_checkpoint(self._files)
         return [checkpoint for checkpoint in old if checkpoint is not best]
 
-    async def _finish(self, session: Session) -> None:
+    async def _finish(self) -> None:
         """Serve the best state, or the last one, and keep the figures of all steps in a file."""
         files, record = self._files, self._files.record
         best = best_checkpoint(files)
@@ -178,12 +181,18 @@ class JobRun:
         )
         self.tell(f"The job has succeeded: {name} is the state after step {best.step}.")
 
-    def _pause(self, reason: str) -> None:
-        self._files.save(status=JobStatus.PAUSED, reason=reason)
-        self.tell(f"The job is paused: {reason}", level="warn")
+    def pause(self, reason: str) -> None:
+        """Note that the server has paused the job."""
+        self.end(f"The job is paused: {reason}", "warn", status=JobStatus.PAUSED, reason=reason)
+
+    def end(self, message: str, level: Level, **changes: Any) -> None:
+        """Change the record and add an event, even if the disk refuses it."""
+        self._files.set_status(**changes)
+        with contextlib.suppress(StorageError):
+            self.tell(message, level=level)
 
     def tell(
-        self, message: str, data: Mapping[str, float] | None = None, *, level: Any = "info"
+        self, message: str, data: Mapping[str, float] | None = None, *, level: Level = "info"
     ) -> None:
         """Add an event."""
         event = JobEvent(
@@ -211,9 +220,12 @@ def best_checkpoint(files: JobFiles) -> Checkpoint | None:
     return checkpoints[-1] if checkpoints else None
 
 
-def step_metrics(record: Any) -> dict[str, float]:
+def step_metrics(record: StepRecord) -> dict[str, float]:
     """Return the metrics of a step by OpenAI's names where it has any."""
-    facts = {f"train_{name}": value for name, value in record.facts.items()}
+    assert isinstance(record, GradientRecord), "jobs take gradients"
+    facts = {f"train_{OPENAI_NAMES.get(name, name)}": value for name, value in record.facts.items()}
+    validation = {BEST_BY: record.validation_loss, "valid_accuracy": record.validation_accuracy}
+    facts |= {name: value for name, value in validation.items() if value is not None}
     return facts | {
         "step": record.step,
         "train_loss": record.loss,
@@ -223,16 +235,12 @@ def step_metrics(record: Any) -> dict[str, float]:
     }
 
 
-def _by_step(events: Sequence[JobEvent]) -> list[dict[str, Any]]:
-    """Return the figures of each step, from its own event and that of its validation."""
-    steps: dict[int, dict[str, Any]] = {}
-    for event in events:
-        if event.data:
-            steps.setdefault(event.data["step"], {}).update(event.data)
-    return [steps[number] for number in sorted(steps)]
+def _by_step(events: Sequence[JobEvent]) -> list[Mapping[str, Any]]:
+    """Return the figures of each step."""
+    return [event.data for event in events if event.data]
 
 
-def _table(figures: Sequence[dict[str, Any]]) -> bytes:
+def _table(figures: Sequence[Mapping[str, Any]]) -> bytes:
     """Return the figures of the steps as CSV."""
     text = io.StringIO()
     writer = csv.DictWriter(text, RESULT_FIELDS, extrasaction="ignore", lineterminator="\n")

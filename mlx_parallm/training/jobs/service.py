@@ -19,16 +19,22 @@ from mlx_parallm.training.jobs.records import (
     JobStatus,
 )
 from mlx_parallm.training.jobs.runs import JobRun, ServedFolders, WriteResult, best_checkpoint
-from mlx_parallm.training.records import Example
-from mlx_parallm.training.service import TrainingService
+from mlx_parallm.training.service import ENDING, RETRY_S, TEMPORARY, TrainingService
 from mlx_parallm.types.errors import (
     ConflictError,
     NotFoundError,
     ParallmError,
+    RequestAbortedError,
+    RequestLostError,
+    SessionLostError,
     ShuttingDownError,
 )
 
 logger = logging.getLogger(__name__)
+# MAX_LOST: how often a job is tried whose engine is lost between its steps.
+MAX_LOST = 20
+# COUNTED: the errors after which it was lost; after others it was not there.
+COUNTED = (RequestAbortedError, RequestLostError, SessionLostError)
 
 
 class JobService:
@@ -70,6 +76,7 @@ class JobService:
             logger.warning("fine-tuning jobs cannot be kept: %s", problem)
             return
         self._jobs = {files.record.id: files for files in opened}
+        self._training.count_bytes(lambda: sum(each.num_bytes for each in self._jobs.values()))
         self._work = asyncio.ensure_future(self._run_all())
 
     async def stop(self) -> None:
@@ -79,9 +86,7 @@ class JobService:
             await asyncio.gather(self._work, return_exceptions=True)
             self._work = None
 
-    def create(
-        self, settings: JobSettings, session: str, validation: Sequence[Example] | None
-    ) -> JobFiles:
+    def create(self, settings: JobSettings, session: str) -> JobFiles:
         """Add a job to the queue; its session was created.
 
         Raises:
@@ -96,7 +101,7 @@ class JobService:
             session=session,
             created_at=int(time.time()),
         )
-        files = JobFiles.create(self._folder / record.id, record, validation)
+        files = JobFiles.create(self._folder / record.id, record)
         self._jobs[record.id] = files
         self._run_of(files).tell("The job was created.")
         self._changed.set()
@@ -217,28 +222,49 @@ class JobService:
         return None
 
     async def _run(self, files: JobFiles) -> None:
+        """Run a job until it has ended or is paused."""
+        run = self._run_of(files)
+        num_lost = 0
         try:
-            await self._run_of(files).run()
+            while (problem := await self._trouble(run)) is not None:
+                num_lost += isinstance(problem, COUNTED)
+                if num_lost == MAX_LOST:
+                    run.pause(f"It was tried {num_lost} times: {problem}")
+                await asyncio.sleep(RETRY_S)
+                if files.record.status is not JobStatus.RUNNING:
+                    return
         except ShuttingDownError:
             # The next process goes on with it.
             await asyncio.Event().wait()
+        except ENDING as problem:
+            if self._is_unfinished(files):
+                run.pause(str(problem))
         except ParallmError as problem:
             self._fail(files, getattr(problem, "code", None) or "job_failed", str(problem))
         except Exception as problem:
             logger.exception("the job %s failed", files.record.id)
             self._fail(files, "internal_error", f"{type(problem).__name__}: {problem}")
 
+    async def _trouble(self, run: JobRun) -> ParallmError | None:
+        """Run a job; return the error after which it is tried again, or None."""
+        try:
+            await run.run()
+        except TEMPORARY as problem:
+            return problem
+        return None
+
+    def _is_unfinished(self, files: JobFiles) -> bool:
+        return files.record.id in self._jobs and not files.record.status.has_ended
+
     def _fail(self, files: JobFiles, code: str, message: str) -> None:
-        if files.record.id not in self._jobs or files.record.status.has_ended:
-            return
-        # A full disk may refuse this too; the job is failed all the same.
-        with contextlib.suppress(ParallmError):
-            files.save(
+        if self._is_unfinished(files):
+            self._run_of(files).end(
+                f"The job has failed: {message}",
+                "error",
                 status=JobStatus.FAILED,
                 finished_at=int(time.time()),
                 error=JobError(code=code, message=message),
             )
-            self._run_of(files).tell(f"The job has failed: {message}", level="error")
 
     def _run_of(self, files: JobFiles) -> JobRun:
         return JobRun(files, self._training, self._served, self._write_result)

@@ -111,7 +111,7 @@ def _labelled(table: mx.array, targets: Sequence[LossTarget]) -> mx.array:
 def _dpo(table: mx.array, spec: LossSpec, targets: Sequence[LossTarget]) -> Losses:
     moved = table - mx.array([target.reference for target in targets])
     margins = spec.beta * (moved[:, 0] - moved[:, 1])
-    return -nn.log_sigmoid(margins), {"margins": margins}
+    return -nn.log_sigmoid(margins), _preferences(margins)
 
 
 def _pairwise(table: mx.array, spec: LossSpec, targets: Sequence[LossTarget]) -> Losses:
@@ -122,7 +122,11 @@ def _pairwise(table: mx.array, spec: LossSpec, targets: Sequence[LossTarget]) ->
     losses = -nn.log_sigmoid(margins - mx.array([target.margin for target in targets]))
     if spec.centring:
         losses = losses + spec.centring * mx.square(scores[:, 0] + scores[:, 1])
-    return losses, {"margins": margins}
+    return losses, _preferences(margins)
+
+
+def _preferences(margins: mx.array) -> Facts:
+    return {"margins": margins, "accuracies": (margins > 0).astype(mx.float32)}
 
 
 _OF_TABLES: Mapping[LossKind, Callable[[mx.array, LossSpec, Sequence[LossTarget]], Losses]] = {

@@ -105,6 +105,15 @@ async def single_inputs(
     return tuple(inputs)
 
 
+def ids_input(ids: tuple[int, ...], model: PoolingModel, task: Task, place: str) -> PoolingInput:
+    """Return token ids as an input; raise as ``single_inputs`` does, by the name of its place."""
+    if not ids:
+        raise InvalidRequestError(f"{place} is empty.")
+    TokenLimit(most=model.info.max_model_len).check(len(ids))
+    _check_known(ids, model, place, None)
+    return PoolingInput(ids, task)
+
+
 async def _encoded(
     sources: Sequence[str], model: PoolingModel, reading: Reading, role: Role, limit: TokenLimit
 ) -> list[tuple[int, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,21 +13,8 @@ import numpy as np
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
-from mlx_parallm.training.objectives import Scores
-from mlx_parallm.training.records import SessionState, Status
-from mlx_parallm.types.errors import NotFoundError
-
-
-@dataclass(frozen=True, slots=True)
-class FakeRecord:
-    """A step."""
-
-    step: int
-    loss: float
-    learning_rate: float = 0.1
-    tokens: int = 8
-    seconds: float = 0.5
-    facts: Mapping[str, float] = field(default_factory=dict[str, float])
+from mlx_parallm.training.records import GradientRecord, SessionState, Status
+from mlx_parallm.types.errors import ConflictError, NotFoundError
 
 
 class FakeSession:
@@ -36,7 +23,7 @@ class FakeSession:
     def __init__(self, name: str) -> None:
         self.config = SimpleNamespace(id=name)
         self.state = SessionState()
-        self.records: list[FakeRecord] = []
+        self.records: list[GradientRecord] = []
         self.valid_losses: dict[int, float] = {}
         self.costs = SimpleNamespace(seconds=0.0)
         self.changed = asyncio.Event()
@@ -46,11 +33,23 @@ class FakeSession:
         return len(self.records)
 
     @property
-    def last(self) -> FakeRecord | None:
+    def last(self) -> GradientRecord | None:
         return self.records[-1] if self.records else None
 
-    async def evaluate(self, examples: Any) -> Scores:
-        return Scores(loss=self.valid_losses.get(self.num_steps, 1.0), accuracy=None, f1=None)
+    def make_step(self) -> None:
+        step = self.num_steps + 1
+        self.records.append(
+            GradientRecord(
+                step=step,
+                loss=1 / step,
+                norm=1.0,
+                learning_rate=0.1,
+                tokens=8,
+                arithmetic="",
+                seconds=0.5,
+                validation_loss=self.valid_losses.get(step),
+            )
+        )
 
     async def wait_for_steps(self, after: int) -> None:
         await self.changed.wait()
@@ -67,6 +66,9 @@ class FakeTraining:
     Attributes:
         stops: reasons for which a session is paused when it has made so many steps.
         gate: is awaited before each step, so that a test may act between two.
+        room: bytes that there is room for; None: any number.
+        failures: are raised by the next requests of weights.
+        fill_at: the step after which a disk is full, and the disk; None: it never is.
     """
 
     def __init__(self) -> None:
@@ -74,6 +76,21 @@ class FakeTraining:
         self.stops: dict[int, str] = {}
         self.gate = asyncio.Event()
         self.gate.set()
+        self.room: int | None = None
+        self.failures: list[Exception] = []
+        self.fill_at: tuple[int, Any] | None = None
+        self.counts: list[Callable[[], int]] = []
+
+    def count_bytes(self, count: Callable[[], int]) -> None:
+        self.counts.append(count)
+
+    @property
+    def used(self) -> int:
+        return sum(count() for count in self.counts)
+
+    def check_bytes(self, num_bytes: int) -> None:
+        if self.room is not None and self.used + num_bytes > self.room:
+            raise ConflictError("There is no room.")
 
     def add(self, name: str = "s") -> FakeSession:
         self.sessions[name] = FakeSession(name)
@@ -91,7 +108,7 @@ class FakeTraining:
         )
         return session
 
-    async def follow(self, name: str, after: int) -> AsyncIterator[FakeRecord]:
+    async def follow(self, name: str, after: int) -> AsyncIterator[GradientRecord]:
         session = self.get(name)
         for record in session.records[after:]:
             yield record
@@ -100,13 +117,15 @@ class FakeTraining:
             await asyncio.sleep(0)
             if session.state.status is not Status.RUNNING or name not in self.sessions:
                 return
-            step = session.num_steps + 1
-            session.records.append(FakeRecord(step, 1 / step))
-            yield session.records[-1]
+            session.make_step()
+            if self.fill_at is not None and session.num_steps == self.fill_at[0]:
+                self.fill_at[1].is_full, self.fill_at = True, None
+            step = session.num_steps
             if reason := self.stops.pop(step, None):
                 session.set_status(Status.PAUSED, reason)
             elif session.num_steps == session.state.until:
                 session.set_status(Status.READY)
+            yield session.records[-1]
 
     async def pause(self, name: str) -> FakeSession:
         self.get(name).set_status(Status.PAUSED)
@@ -121,6 +140,8 @@ class FakeTraining:
     async def weights(self, name: str, step: int | None, *, of_checkpoint: bool) -> AdapterWeights:
         assert of_checkpoint
         del step
+        if self.failures:
+            raise self.failures.pop(0)
         value = np.full((1, 2), self.get(name).num_steps, np.float32)
         module = LowRank(kind="linear", a=HostTensor(value), b=HostTensor(value.T), scale=1.0)
         return AdapterWeights({"layer": module}, of_checkpoint=True)

@@ -16,10 +16,8 @@ from mlx_parallm.training.jobs.files import JobFiles
 from mlx_parallm.training.jobs.records import JobSettings, JobStatus, Method
 from mlx_parallm.training.jobs.runs import KEPT, model_name
 from mlx_parallm.training.jobs.service import JobService
-from mlx_parallm.training.records import Example
 from mlx_parallm.training.service import ASLEEP
 from mlx_parallm.types.errors import ConflictError, NotFoundError
-from mlx_parallm.types.training import ChoiceInput
 from tests.unit.training.jobs.fake_training import FakeServed, FakeTraining
 
 SETTINGS = JobSettings(
@@ -33,7 +31,6 @@ SETTINGS = JobSettings(
     eval_every=2,
     suffix="mine",
 )
-VALIDATION = [Example(ChoiceInput((1, 2), ((3,),)), 0)]
 
 
 class Jobs:
@@ -58,10 +55,10 @@ class Jobs:
         self.service = self._service()
         self.service.start()
 
-    def begin(self, session: str = "s", validation: Any = None, **changes: Any) -> JobFiles:
+    def begin(self, session: str = "s", **changes: Any) -> JobFiles:
         """Create a job with a session of its own."""
         self.training.add(session)
-        return self.service.create(replace(SETTINGS, **changes), session, validation)
+        return self.service.create(replace(SETTINGS, **changes), session)
 
 
 @asynccontextmanager
@@ -118,18 +115,17 @@ async def test_a_job_runs_to_its_end(jobs: Jobs) -> None:
     ((owner, filename, content),) = jobs.results
     assert (owner, filename) == ("o", f"{record.id}.csv")
     lines = content.decode().splitlines()
-    assert lines[0].startswith("step,train_loss,valid_loss")
+    assert lines[0].startswith("step,train_loss,train_accuracy,valid_loss")
     assert len(lines) == 7
 
 
 @with_jobs
 async def test_the_best_checkpoint_is_the_result(jobs: Jobs) -> None:
     jobs.training.gate.clear()
-    files = jobs.begin(validation=VALIDATION, num_steps=12)
+    files = jobs.begin(num_steps=12)
     jobs.training.get("s").valid_losses = {2: 0.9, 4: 0.1, 6: 0.5, 8: 0.6, 10: 0.7, 12: 0.8}
     jobs.training.gate.set()
     await ended(jobs, files)
-    # Events of validations repeat the tokens of their step.
     assert files.record.trained_tokens == 12 * 8
     # The best one stays among the latest.
     assert [each.step for each in files.checkpoints] == [4, 8, 10, 12]
