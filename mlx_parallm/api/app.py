@@ -25,6 +25,7 @@ from mlx_parallm.api.http.errors import install_error_handlers
 from mlx_parallm.api.http.json_body import HEADER
 from mlx_parallm.api.http.middleware import (
     AccessLogMiddleware,
+    DirectMiddleware,
     HeadMiddleware,
     RefusingMiddleware,
     RequestIdMiddleware,
@@ -266,6 +267,7 @@ def examples_of(slices: Iterable[str]) -> dict[str, Example]:
 
 def _add_middleware(app: FastAPI, config: ServerConfig, hosts: frozenset[str] | None) -> None:
     # The last added runs first.
+    app.add_middleware(DirectMiddleware)
     app.add_middleware(HeadMiddleware)
     app.add_middleware(BodyBudgetMiddleware, config=config)
     keys = KeyRing((*config.api_keys, *config.admin_api_keys) if config.api_keys else ())

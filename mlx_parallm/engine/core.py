@@ -256,7 +256,8 @@ class EngineCore:
         if entry.model is not None and not is_beside:
             entry.model.check(request)
         base = entry.names[0]
-        with self._streams.entering():
+        self._streams.enter()
+        try:
             if adapter is not None:
                 await self.control.ensure_loaded(adapter.name, base)
                 self.control.check_open()
@@ -265,12 +266,15 @@ class EngineCore:
             try:
                 # Engines are known by their model's first name only.
                 name = request.adapter if adapter is None else adapter.name
-                request = replace(request, model=base, adapter=name)
+                if (request.model, request.adapter) != (base, name):
+                    request = replace(request, model=base, adapter=name)
                 reader = reader or entry.model.reader(request)
                 self._streams.open(request, reader, partial(self._residency.end, entry))
             except BaseException:
                 self._residency.end(entry)
                 raise
+        finally:
+            self._streams.leave()
         if reader.has_one_event and adapter is None:
             await self._submit(request, reader)
         else:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,16 +53,15 @@ class OpenStreams:
         """Return all requests."""
         return [stream.request for stream in self._streams.values()]
 
-    @contextmanager
-    def entering(self) -> Generator[None]:
-        """Count a request that waits for its model or adapter while the block runs."""
+    def enter(self) -> None:
+        """Count a request that waits for its model or adapter, until ``leave``."""
         self._num_entering += 1
         self.idle.clear()
-        try:
-            yield
-        finally:
-            self._num_entering -= 1
-            self._note_idle()
+
+    def leave(self) -> None:
+        """Count a request no more that was opened, or refused."""
+        self._num_entering -= 1
+        self._note_idle()
 
     def _note_idle(self) -> None:
         if not self._streams and not self._num_entering:

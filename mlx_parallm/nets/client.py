@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
-from secrets import token_hex
 
 from mlx_parallm.engine.answer_reader import AnswerReader
 from mlx_parallm.engine.status import RequestDoor
@@ -56,11 +54,9 @@ class NetClient:
             StepError: the net failed.
             ShuttingDownError, EngineDeadError: nothing is admitted any more.
         """
-        # Clients may use one id for several requests.
-        unique = replace(request, request_id=f"{request.request_id}-{token_hex(8)}")
         try:
-            reader: AnswerReader[NetResults] = await self._door.open_reader(unique)
+            reader: AnswerReader[NetResults] = await self._door.open_reader(request)
             return await reader.results()
         except asyncio.CancelledError:
-            await self._door.abort(unique.request_id)
+            await self._door.abort(request.request_id)
             raise

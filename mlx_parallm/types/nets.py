@@ -223,7 +223,7 @@ class NetRequest:
     def entering(self, scope: CacheScope, rank: int | None, *, is_background: bool) -> NetRequest:
         """Return the request as it enters a server; see ``Request``. Nothing of it is reused."""
         del scope, is_background
-        return replace(self, rank=rank)
+        return self if rank == self.rank else replace(self, rank=rank)
 
     def work(self) -> RequestWork:
         """Return what the request asks of an engine: that of its sequence, if it has one."""
@@ -253,6 +253,11 @@ class NetResults:
     states: Arrays = field(default_factory=dict[str, "np.ndarray"])
     version: str = ""
     has_other_weights: bool = False
+
+    @property
+    def num_numbers(self) -> int:
+        """The numbers of all outputs."""
+        return sum(array.size for array in self.outputs.values())
 
 
 class ActResult(StrEnum):

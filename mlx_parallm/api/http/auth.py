@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection, Request
 
+from mlx_parallm.api.http.headers import headers_of
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.types.errors import AuthenticationError, InvalidRequestError, PermissionDeniedError
 
@@ -23,6 +24,8 @@ RANK = "X-data-parallel-rank"
 # MAX_RANK_DIGITS: the number of an engine has no more; a client may send a header of any length.
 MAX_RANK_DIGITS = 9
 INTERNAL_CALLER = "mlx_parallm.internal_caller"
+# CALLER: entry of the ASGI scope with the caller, once it was read.
+CALLER = "mlx_parallm.caller"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +51,18 @@ def caller_of(connection: HTTPConnection) -> Caller:
     Raises:
         InvalidRequestError: it chose an engine that there is not.
     """
-    internal: Caller | None = connection.scope.get(INTERNAL_CALLER)
-    if internal is not None:
-        return internal
+    scope = connection.scope
+    caller: Caller | None = scope.get(INTERNAL_CALLER) or scope.get(CALLER)
+    if caller is None:
+        caller = scope[CALLER] = _read_caller(connection)
+    return caller
+
+
+def _read_caller(connection: HTTPConnection) -> Caller:
     state = connection.app.state
-    client = client_of(connection.headers, state.config)
-    rank = read_rank(connection.headers.get(RANK), state.config.data_parallel_size, RANK)
-    return Caller(client=client, max_waiting=state.max_waiting, rank=rank)
+    headers = headers_of(connection.scope)
+    rank = read_rank(headers.get(RANK), state.config.data_parallel_size, RANK)
+    return Caller(client=client_of(headers, state.config), max_waiting=state.max_waiting, rank=rank)
 
 
 def read_rank(value: Any, num_engines: int, param: str) -> int | None:
@@ -228,8 +236,8 @@ def wrong_key(key: str | None, *, name: str = "API key") -> AuthenticationError:
 
 def client_of(headers: Headers, config: ServerConfig) -> str:
     """Return a digest of the key, which identifies the client; "" if no key is needed."""
-    key = key_of(headers)
-    if not config.api_keys or key is None:
+    key = key_of(headers) if config.api_keys else None
+    if key is None:
         return ""
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 

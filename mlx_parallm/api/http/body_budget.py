@@ -7,12 +7,12 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
 from mlx_parallm.api.http.auth import INTERNAL_CALLER, client_of
 from mlx_parallm.api.http.declared import BodyLimit, Kept, facts_of
+from mlx_parallm.api.http.headers import headers_of
 from mlx_parallm.api.http.middleware import HttpMiddleware
 from mlx_parallm.api.http.offload import TextThreads
 from mlx_parallm.config import ServerConfig
@@ -98,7 +98,7 @@ class BodyBudgetMiddleware(HttpMiddleware):
         if INTERNAL_CALLER in scope:
             # These bodies count apart from those that the owner sends meanwhile.
             return f"background {scope[INTERNAL_CALLER].client}"
-        client = client_of(Headers(scope=scope), self._config)
+        client = client_of(headers_of(scope), self._config)
         return f"uploads {client}" if kept is Kept.UPLOAD else client
 
 
@@ -110,7 +110,7 @@ def _is_paced(scope: Scope) -> bool:
     limit = facts_of(scope).body_limit
     if INTERNAL_CALLER in scope or limit.kept is Kept.UPLOAD:
         return False
-    kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
+    kind = headers_of(scope).get("content-type", "").partition(";")[0].strip().lower()
     return kind not in limit.unpaced_types
 
 
@@ -144,7 +144,7 @@ class HeldBody:
         self._scope, self._config = scope, config
         self._limit = facts_of(scope).body_limit
         self._plain_size = self._limit.size(config)
-        declared = Headers(scope=scope).get("content-length", "0")
+        declared = headers_of(scope).get("content-length", "0")
         self._declared_size = int(declared) if declared.isdecimal() else 0
         self._held = held
         self._timeout_s = config.client_timeout_s

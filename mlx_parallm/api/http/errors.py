@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +153,15 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(MemoryError, _on_lack)
     app.add_exception_handler(Exception, _on_bug)
+
+
+def handler_of(
+    request: Request, error: Exception
+) -> Callable[[Request, Exception], Awaitable[Response]] | None:
+    """Return what answers an error; None if it is a bug, answered outside of every middleware."""
+    handlers: Mapping[Any, Any] = request.app.exception_handlers
+    classes = (cls for cls in type(error).__mro__ if cls is not Exception)
+    return next((handlers[cls] for cls in classes if cls in handlers), None)
 
 
 async def _on_parallm_error(request: Request, error: errors.ParallmError) -> JSONResponse:

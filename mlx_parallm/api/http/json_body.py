@@ -7,7 +7,6 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import numpy as np
@@ -16,11 +15,15 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from pydantic import AliasChoices, BaseModel
 from pydantic_core import from_json
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import override
 
+from mlx_parallm.api.http.errors import handler_of
 from mlx_parallm.api.http.forms import NullIsAbsent
+from mlx_parallm.api.http.headers import headers_of
 from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError
 from mlx_parallm.types.json_values import (
@@ -246,25 +249,36 @@ class JsonRoute(APIRoute):
     that were ignored.
 
     Attributes:
-        general: FastAPI's application of the route, which answers what cannot be a ``DirectCall``.
+        direct: the call of its endpoint; None if only FastAPI can make it.
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **more: Any) -> None:
         super().__init__(path, endpoint, **more)
         self._form = self.form
-        self.general = self.app
-        direct = DirectCall.of(self)
-        if direct is not None:
-            self.app = partial(self._answer, direct)
+        self.direct = DirectCall.of(self)
 
-    async def _answer(self, direct: DirectCall, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer by a direct call if that can be, and by FastAPI's otherwise; see ASGI."""
+    async def answer(
+        self, application: ASGIApp, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answer by a direct call if that can be, and by the application otherwise; see ASGI.
+
+        Errors are answered as Starlette does it around an application's routes.
+        """
+        assert self.direct is not None, "it has a direct call"
         request = JsonRequest(scope, receive)
-        response = await self._handle(request, direct.answer)
+        try:
+            response = await self._handle(request, self.direct.answer)
+        except Exception as error:
+            handler = handler_of(request, error)
+            if handler is None:
+                raise
+            response = await handler(request, error)
+            # One error may end several requests; each would add its frames.
+            error.__traceback__ = None
         if response is None:
-            await self.general(scope, request.repeated(), send)
-            return
-        await response(scope, receive, send)
+            await application(scope, request.repeated(), send)
+        else:
+            await response(scope, receive, send)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See FastAPI: "Custom Request and APIRoute class"."""
@@ -312,6 +326,26 @@ class JsonRequest(Request):
     """
 
     value: Any = None
+
+    @property
+    @override
+    def headers(self) -> Headers:
+        return headers_of(self.scope)
+
+    @override
+    async def body(self) -> bytes:
+        """Return the whole body; read once. Short ones come as one message."""
+        if not hasattr(self, "_body"):
+            pieces: list[bytes] = []
+            has_more = True
+            while has_more:
+                message = await self.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                pieces.append(message.get("body", b""))
+                has_more = message.get("more_body", False)
+            self._body = b"".join(pieces)
+        return self._body
 
     async def json(self) -> Any:
         """Return the body's value; read once."""

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from urllib.parse import quote
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
@@ -26,6 +26,7 @@ from mlx_parallm.api.http.auth import (
 )
 from mlx_parallm.api.http.declared import FACTS, Access, facts_of, id_headers, local_path
 from mlx_parallm.api.http.errors import response_of
+from mlx_parallm.api.http.headers import headers_of
 from mlx_parallm.api.http.request_record import RequestRecord, new_record
 from mlx_parallm.api.http.routing import ROUTE, DeclaredRoute, RouteIndex
 from mlx_parallm.config import ServerConfig
@@ -109,7 +110,7 @@ class RequestIdMiddleware(HttpMiddleware):
     @override
     def answer(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         fresh = uuid.uuid4().hex
-        own_id = sane_id(Headers(scope=scope).get("x-request-id"))
+        own_id = sane_id(headers_of(scope).get("x-request-id"))
         request_id = own_id or fresh
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
@@ -174,7 +175,7 @@ def refuse_hosts(hosts: frozenset[str], scope: Scope) -> ParallmError | None:
             them.
         scope: the request.
     """
-    named = Headers(scope=scope).getlist("host")
+    named = headers_of(scope).getlist("host")
     host = host_of(named[0]) if len(named) == 1 else None
     if host is not None and (host in hosts or is_loopback_host(host)):
         return None
@@ -192,7 +193,7 @@ def refuse_origins(config: ServerConfig, scope: Scope) -> ParallmError | None:
 
     Content types do not count: a browser sends a form without asking the server first.
     """
-    may = may_change(config, scope["method"], Headers(scope=scope))
+    may = may_change(config, scope["method"], headers_of(scope))
     return None if may else PermissionDeniedError(FOREIGN)
 
 
@@ -202,7 +203,7 @@ def refuse_keys(keys: KeyRing, scope: Scope) -> ParallmError | None:
     needs_none = not keys or scope["method"] == "OPTIONS"
     if needs_none or facts_of(scope).access is Access.OPEN:
         return None
-    key = key_of(Headers(scope=scope))
+    key = key_of(headers_of(scope))
     return None if keys.accepts(key) else wrong_key(key)
 
 
@@ -221,6 +222,20 @@ class HeadMiddleware(HttpMiddleware):
 
         # This is a copy: the server and the log must still see a HEAD.
         return self._app({**scope, "method": "GET"}, receive, send_without_body)
+
+
+class DirectMiddleware(HttpMiddleware):
+    """Calls the endpoint of a request's route, if that needs nothing of the application around it.
+
+    It is the last middleware. What it passes on, Starlette finds a route for once more.
+    """
+
+    @override
+    def answer(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        route: DeclaredRoute | None = scope.get(ROUTE)
+        if route is None or route.direct is None:
+            return self._app(scope, receive, send)
+        return route.answer(self._app, scope, receive, send)
 
 
 def sane_id(value: str | None) -> str | None:

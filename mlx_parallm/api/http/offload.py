@@ -8,11 +8,13 @@ import contextvars
 import functools
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from mlx_parallm.fairness import ClientPace, SharedBudget
+from typing_extensions import override
+
+from mlx_parallm.fairness import ClientPace, SharedBudget, Stay
 
 T = TypeVar("T")
 
@@ -79,15 +81,17 @@ class TextThreads:
         self._threads = SharedBudget(num_threads, pace=self._pace)
         self._executor = ThreadPoolExecutor(num_threads, "texts")
 
-    @contextlib.contextmanager
-    def serving(self, client: str) -> Generator[None]:
+    def serving(self, client: str) -> Serving:
         """Let ``in_thread`` use these threads for a client, which counts as being here."""
-        token = _SERVING.set((self, client))
-        try:
-            with self._threads.present(client):
-                yield
-        finally:
-            _SERVING.reset(token)
+        return Serving(self, client)
+
+    def enter(self, client: str) -> None:
+        """Count a client as being here, until ``leave``."""
+        self._threads.enter(client)
+
+    def leave(self, client: str) -> None:
+        """Count a client as being here no more."""
+        self._threads.leave(client)
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
         """Return the result of ``work``, which begins when the client's turn comes.
@@ -112,6 +116,24 @@ class TextThreads:
     def _end(self, client: str, seconds: float) -> None:
         self._pace.delay(client, seconds)
         self._threads.release(1, client)
+
+
+class Serving(Stay):
+    """A block in which ``in_thread`` uses threads for a client."""
+
+    def __init__(self, threads: TextThreads, client: str) -> None:
+        super().__init__(threads, client)
+        self._value = threads, client
+
+    @override
+    def __enter__(self) -> None:
+        self._token = _SERVING.set(self._value)
+        super().__enter__()
+
+    @override
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        _SERVING.reset(self._token)
 
 
 #: The threads and the client of the current request; each request has a context of its own.

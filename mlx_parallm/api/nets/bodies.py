@@ -30,7 +30,7 @@ from mlx_parallm.api.nets.tensors import (
     written,
 )
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.json_values import TOO_MANY, is_mapping, is_object
+from mlx_parallm.types.json_values import TOO_MANY, is_object
 
 #: ``FILE_TYPE``: the content type of safetensors.
 FILE_TYPE = "application/x-safetensors"
@@ -213,10 +213,3 @@ def _host_tensor(array: np.ndarray, dtype: str | None) -> HostTensor:
         return HostTensor(array)
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32) >> 16
     return HostTensor(bits.astype(np.uint16), is_bfloat16=True)
-
-
-def num_numbers(value: Any) -> int:
-    """Return how many numbers an array has, or all arrays of an object."""
-    if is_array(value):
-        return value.size
-    return sum(map(num_numbers, value.values())) if is_mapping(value) else 0

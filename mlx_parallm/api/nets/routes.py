@@ -28,7 +28,6 @@ from mlx_parallm.api.nets.bodies import (
     Form,
     Layout,
     answer_form,
-    num_numbers,
     read_body,
     write_answer,
 )
@@ -141,7 +140,7 @@ class Call(Generic[T]):
         """Return the answer with these fields; see ``write_answer``."""
         dtypes = file_dtypes(self.model.signature)
         write = partial(write_answer, fields, self.form, bare=bare, dtypes=dtypes)
-        is_short = self.form is Form.FILE or num_numbers(results.outputs) <= FEW_NUMBERS
+        is_short = self.form is Form.FILE or results.num_numbers <= FEW_NUMBERS
         response = write() if is_short else await in_thread(write)
         tell_ignored(response, set(self.body.model_extra or ()))
         return response

@@ -29,6 +29,9 @@ Numbered = tuple[int, PromptEvent | TokenEvent]
 MAX_MERGED = 256
 # Tokens of a sample that is answered as a whole which are read at once.
 WHOLE = 64
+# WATCH_AFTER_S: seconds after which a request's client is watched. A watch costs as much as reading
+# the request does, and most requests to small models are answered by then.
+WATCH_AFTER_S = 0.01
 
 
 class Generation:
@@ -200,7 +203,7 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
     """Return the result of ``work``, which is cancelled if the client disconnects first."""
     caller = asyncio.current_task()
     assert caller is not None, "coroutines run in tasks"
-    watch = asyncio.ensure_future(wait_for_disconnect(request.receive))
+    watch: asyncio.Task[None] | None = None
     is_gone = False
 
     def on_end(ended: asyncio.Future[None]) -> None:
@@ -211,7 +214,12 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
             is_gone = True
             caller.cancel()
 
-    watch.add_done_callback(on_end)
+    def begin() -> None:
+        nonlocal watch
+        watch = asyncio.ensure_future(wait_for_disconnect(request.receive))
+        watch.add_done_callback(on_end)
+
+    timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, begin)
     try:
         return await work
     except asyncio.CancelledError:
@@ -220,7 +228,9 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
             return Response(status_code=CLIENT_CLOSED)
         raise
     finally:
-        watch.remove_done_callback(on_end)
-        watch.cancel()
+        timer.cancel()
+        if watch is not None:
+            watch.remove_done_callback(on_end)
+            watch.cancel()
         if is_gone:
             caller.uncancel()

@@ -122,9 +122,8 @@ async def infer(
 
     async def work() -> Response:
         results = await nets.run(inference.request)
-        num_numbers = sum(array.size for array in results.outputs.values())
         response = await on_body(
-            num_numbers * BYTES_PER_NUMBER,
+            results.num_numbers * BYTES_PER_NUMBER,
             lambda: infer_response(name, inference, results, coding),
         )
         tell_ignored(response, inference.body.ignored)

@@ -55,9 +55,9 @@ async def answer(
     """Return status, headers and body of an answer, without what no two answers share."""
     app = make_app(engine, ServerConfig())
     changed = [route for route in declared_routes(app) if is_general and route.path == PATH]
-    direct = [route.app for route in changed]
+    direct = [route.direct for route in changed]
     for route in changed:
-        route.app = route.general
+        route.direct = None
     headers = {"x-request-id": "same"} | ({"content-type": content_type} if content_type else {})
     transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
     try:
@@ -65,8 +65,8 @@ async def answer(
             response = await client.post(path, content=raw, headers=headers)
     finally:
         # Routes belong to the modules, which all applications share.
-        for route, app_of_route in zip(changed, direct, strict=True):
-            route.app = app_of_route
+        for route, call in zip(changed, direct, strict=True):
+            route.direct = call
     kept = {name: value for name, value in response.headers.items() if name != "date"}
     content = response.json()
     return response.status_code, kept, {k: v for k, v in content.items() if k not in VOLATILE}

@@ -12,8 +12,10 @@ from typing import Any
 import httpx2
 import pytest
 from fastapi import FastAPI, Request
+from starlette.datastructures import Headers
 
 from mlx_parallm.api.http.declared import SMALL_BODY_BYTES
+from mlx_parallm.api.http.headers import headers_of
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.status import ModelStatus
 from tests.api_app import make_app
@@ -335,3 +337,16 @@ async def test_what_only_tokenises_has_a_bound_that_names_its_setting(path: str)
         response = await client.post(path, content=b" " * (MEDIUM + 1))
     assert response.status_code == 413
     assert f"{MEDIUM} bytes. See --max-body-bytes." in response.json()["error"]["message"]
+
+
+def test_headers_are_found_as_starlette_finds_them() -> None:
+    raw = [(b"x-a", b"1"), (b"x-b", b"2"), (b"x-a", b"3"), (b"x-\xe9", b"\xfc")]
+    scope: dict[str, Any] = {"type": "http", "headers": raw}
+    indexed, plain = headers_of(scope), Headers(raw=raw)
+    assert headers_of(scope) is indexed
+    for name in ("x-a", "X-A", "x-b", "x-c", "x-é"):
+        assert indexed.get(name) == plain.get(name)
+        assert indexed.getlist(name) == plain.getlist(name)
+        assert (name in indexed) == (name in plain)
+    assert indexed.get("x-c", "none") == "none"
+    assert indexed.items() == plain.items()

@@ -21,7 +21,6 @@ from mlx_parallm.api.nets.bodies import (
     PREDICT,
     Form,
     answer_form,
-    num_numbers,
     read_body,
     write_answer,
 )
@@ -238,8 +237,3 @@ def test_numbers_that_json_lacks_are_null() -> None:
     assert bytes(answer.body) == b'{"x":[null,null,null,1e+300,-0.0]}'
     objects = json.loads(bytes(write_answer({"x": odd}, Form.OBJECTS, dtypes={}).body))
     assert objects["x"] == json_numpy(odd)
-
-
-def test_numbers_of_an_answer_are_counted() -> None:
-    assert num_numbers(FIELDS["outputs"]) == 10
-    assert num_numbers("text") == 0
