@@ -18,18 +18,22 @@ from mlx_parallm.worker.ops import ActRows, NetBatch, NetOutputs
 BatchKey = tuple[int | None, bool]
 
 
-def key_of(signature: NetSignature, request: NetRequest) -> BatchKey:
-    """Return which requests can be in a batch with this one."""
-    spec, times = signature.timed_input, None
-    if spec is not None:
-        times = request.inputs[spec.name].shape[1] if has_time(signature, request) else 1
+def key_of(timed: TensorSpec | None, request: NetRequest) -> BatchKey:
+    """Return which requests can be in a batch with this one.
+
+    Args:
+        timed: an input of the net with time; None if it has none.
+        request: of the net.
+    """
+    times = None
+    if timed is not None:
+        times = request.inputs[timed.name].shape[1] if _has_time(timed, request) else 1
     return times, request.act is not None
 
 
-def has_time(signature: NetSignature, request: NetRequest) -> bool:
+def _has_time(timed: TensorSpec, request: NetRequest) -> bool:
     """Return True if a request's tensors have a dimension of time."""
-    spec = signature.timed_input
-    return spec is not None and request.inputs[spec.name].ndim == len(spec.shape)
+    return request.inputs[timed.name].ndim == len(timed.shape)
 
 
 def join(
@@ -46,7 +50,7 @@ def join(
         requests: at least one.
         states: those that they begin with; None for zeros.
     """
-    times, is_act = key_of(signature, requests[0])
+    times, is_act = key_of(signature.timed_input, requests[0])
     inputs = {
         spec.name: _joined([_timed(spec, request.inputs[spec.name]) for request in requests])
         for spec in signature.inputs
@@ -65,15 +69,16 @@ def split(
     signature: NetSignature, requests: Sequence[NetRequest], results: NetOutputs
 ) -> list[NetOutputs]:
     """Return each request's part of a batch's results."""
-    timed = {spec.name for spec in signature.outputs if spec.has_time}
+    timed = signature.timed_input
+    timed_outputs = {spec.name for spec in signature.outputs if spec.has_time}
     parts: list[NetOutputs] = []
     end = 0
     for request in requests:
         begin, end = end, end + request.num_rows
         own = {name: array[begin:end] for name, array in results.outputs.items()}
-        if signature.has_time and not has_time(signature, request):
+        if timed is not None and not _has_time(timed, request):
             # All that a policy answers has time if its inputs have.
-            shed = own if request.act is not None else timed
+            shed = own if request.act is not None else timed_outputs
             own = {name: array[:, 0] if name in shed else array for name, array in own.items()}
         after = {name: array[begin:end] for name, array in results.states.items()}
         parts.append(NetOutputs(outputs=own, states=after))
@@ -125,11 +130,10 @@ def _episode_starts(requests: Sequence[NetRequest], times: int | None) -> np.nda
 def _act_rows(requests: Sequence[NetRequest], times: int | None) -> ActRows:
     acts = [request.act or ActParams() for request in requests]
     counts = [request.num_rows for request in requests]
-    num_rows = sum(counts)
-    seeds = np.empty((num_rows, 2), np.uint32)
+    seeds = np.empty((sum(counts), 2), np.uint32)
     seeds[:, 0] = np.repeat(np.array([act.seed & 0xFFFFFFFF for act in acts], np.uint32), counts)
     # The row's number in its own request.
-    seeds[:, 1] = np.arange(num_rows) - np.repeat(np.cumsum([0, *counts[:-1]]), counts)
+    seeds[:, 1] = _joined([np.arange(count) for count in counts])
     mask = _optional(
         [act.action_mask for act in acts], counts, times, lambda shape, dtype: np.ones(shape, dtype)
     )

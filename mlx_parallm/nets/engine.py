@@ -200,13 +200,13 @@ class NetEngine(ServedEngine):
         A request waits for the one before it in its sequence.
         """
         rows: list[_Row] = []
-        key, num_rows = None, 0
+        key, num_rows, timed = None, 0, self._signature.timed_input
         taken: set[tuple[str, str]] = set()
         for waiting in list(self._waiting.values()):
             if num_rows >= MAX_ROWS:
                 break
             request, use = waiting.request, waiting.request.sequence
-            own = key_of(self._signature, request)
+            own = key_of(timed, request)
             sequence = None if use is None else (use.owner, use.sequence_id)
             is_next = sequence is None or sequence not in taken
             if sequence is not None:

@@ -181,16 +181,9 @@ def write_answer(
     present = {name: value for name, value in fields.items() if value is not None}
     if form is Form.FILE:
         return _file_of(present, bare, dtypes)
-    values = {name: _json(value, as_object=form is Form.OBJECTS) for name, value in present.items()}
-    return Response(to_json(values, inf_nan_mode="null"), media_type=JSON_TYPE)
-
-
-def _json(value: Any, *, as_object: bool) -> Any:
-    if is_array(value):
-        return written(value, as_object=as_object)
-    if is_object(value):
-        return {name: _json(each, as_object=as_object) for name, each in value.items()}
-    return value
+    # The fields have no values but arrays that JSON lacks.
+    write = partial(written, as_object=form is Form.OBJECTS)
+    return Response(to_json(present, inf_nan_mode="null", fallback=write), media_type=JSON_TYPE)
 
 
 def _file_of(fields: Mapping[str, Any], bare: str, dtypes: Mapping[str, str]) -> Response:

@@ -15,7 +15,7 @@ from mlx_parallm.api.nets.checks import (
     checked_starts,
     checked_states,
 )
-from mlx_parallm.api.nets.schema import MAX_SEED, ActRequest, NetFields, PredictRequest
+from mlx_parallm.api.nets.schema import SEED_BITS, ActRequest, NetFields, PredictRequest
 from mlx_parallm.api.nets.tensors import MARK
 from mlx_parallm.nets.model import NetModel
 from mlx_parallm.types.errors import InvalidRequestError
@@ -72,7 +72,7 @@ def act_request(body: ActRequest, model: NetModel, *, request_id: str, owner: st
     rows = checked_inputs(signature, observations, ACT.inputs, max_rows=model.max_rows)
     act = ActParams(
         is_deterministic=body.deterministic,
-        seed=random.randint(0, MAX_SEED) if body.seed is None else body.seed,
+        seed=random.getrandbits(SEED_BITS) if body.seed is None else body.seed,
         action_mask=checked_mask(signature, policy, body.action_mask, rows, "action_mask"),
         actions=checked_actions(signature, policy, body.actions, rows, "actions"),
     )

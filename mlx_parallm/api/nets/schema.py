@@ -8,8 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from mlx_parallm.api.http.forms import OpenForm
 
-# MAX_SEED: seeds are words of 32 bits.
-MAX_SEED = 2**32 - 1
+# SEED_BITS: of a seed, and MAX_SEED: the greatest.
+SEED_BITS = 32
+MAX_SEED = 2**SEED_BITS - 1
 # MAX_ID_CHARS: of a sequence's id.
 MAX_ID_CHARS = 128
 #: ``Return``: what an act may be asked for beside its actions.

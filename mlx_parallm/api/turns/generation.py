@@ -31,7 +31,7 @@ MAX_MERGED = 256
 WHOLE = 64
 # WATCH_AFTER_S: seconds after which a request's client is watched. A watch costs as much as reading
 # the request does, and most requests to small models are answered by then.
-WATCH_AFTER_S = 0.01
+WATCH_AFTER_S = 0.1
 
 
 class Generation:

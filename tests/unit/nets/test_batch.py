@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mlx_parallm.nets.batch import has_time, join, key_of, split
+from mlx_parallm.nets.batch import join, key_of, split
 from mlx_parallm.types.nets import ANY, ActParams, NetRequest, NetSignature, TensorSpec
 from mlx_parallm.worker.ops import NetOutputs
 
@@ -49,12 +49,11 @@ def test_rows_are_joined_and_split_in_order() -> None:
 
 
 def test_times_decide_who_joins() -> None:
-    assert key_of(TIMED, timed(1, None)) == key_of(TIMED, timed(2, 1)) == (1, False)
-    assert key_of(TIMED, timed(1, 5)) == (5, False)
-    assert key_of(PLAIN, plain(1)) == (None, False)
-    assert key_of(PLAIN, plain(1, ActParams())) == (None, True)
-    assert not has_time(TIMED, timed(1, None))
-    assert has_time(TIMED, timed(1, 1))
+    spec = TIMED.timed_input
+    assert key_of(spec, timed(1, None)) == key_of(spec, timed(2, 1)) == (1, False)
+    assert key_of(spec, timed(1, 5)) == (5, False)
+    assert key_of(PLAIN.timed_input, plain(1)) == (None, False)
+    assert key_of(None, plain(1, ActParams())) == (None, True)
 
 
 def test_a_request_without_time_is_answered_without() -> None:
