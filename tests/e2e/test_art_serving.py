@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import mlx.core as mx
 import pytest
+from openai.types.chat.chat_completion import Choice
 
 from mlx_parallm.art.backend import MLXParallmBackend
 from mlx_parallm.art.config import Devices, ServerConfig, WeightSync
@@ -197,11 +198,6 @@ async def test_split_mode(trainee: Trainee) -> None:
     assert KEY not in log
 
 
-def choice_of(answer: dict[str, Any]) -> SimpleNamespace:
-    """Return the choice of a chat, with the fields that OpenAI's client gives it."""
-    return json.loads(json.dumps(answer), object_hook=lambda fields: SimpleNamespace(**fields))
-
-
 class Agent:
     """Rolls out and trains by a backend, as ART does, with stand-ins of ART's types."""
 
@@ -261,7 +257,7 @@ class Agent:
                 del choice["prompt_token_ids"], choice["token_ids"]
             trajectories.append(
                 SimpleNamespace(
-                    messages_and_choices=[*messages, choice_of(choice)],
+                    messages_and_choices=[*messages, Choice.model_validate(choice)],
                     tools=None,
                     reward=float(number),
                 )
