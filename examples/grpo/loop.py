@@ -111,6 +111,7 @@ class Loop:
             adapter=options.adapter,
             group_size=options.group_size,
             seed=options.seed + number * options.problems * options.group_size,
+            reward_model=options.reward_model,
         )
         return asyncio.create_task(rollout)
 

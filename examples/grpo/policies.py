@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, Unpack
 
 import mlx.core as mx
 
@@ -151,13 +151,22 @@ class ServedPolicy:
         options: PublishOptions = {"version": version}
         if expected_version is not None:
             options["expected_version"] = expected_version
-        return await self._client.training.publish(
-            self._session.id, self._options.adapter, **options
-        )
+        return await publish(self._client, self._session.id, self._options.adapter, **options)
 
     async def close(self) -> None:
         """See ``Policy``."""
         await self._client.training.delete(self._session.id)
+
+
+async def publish(
+    client: RLClient, session_id: str, name: str, **options: Unpack[PublishOptions]
+) -> AdapterInfo:
+    """Serve what a session has learnt, in place of an adapter that an earlier run has left."""
+    if "expected_version" not in options:
+        served = {adapter.name: adapter.version for adapter in await client.adapters()}
+        if name in served:
+            options["expected_version"] = served[name]
+    return await client.training.publish(session_id, name, **options)
 
 
 def rows_of(samples: Sequence[TrainingSample]) -> list[dict[str, Any]]:

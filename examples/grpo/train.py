@@ -43,6 +43,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--model", help="folder of the served model; with --on-server its name (default: embedded)"
     )
     parser.add_argument("--adapter", default="policy", help="the policy's name on the server")
+    parser.add_argument("--reward-model", help="a model of the server whose scores are the rewards")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--problems", type=int, default=16, help="problems per step")
     parser.add_argument("--group-size", type=int, default=16, help="samples per problem")
@@ -62,6 +63,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.on_server and options.sleep:
         parser.error("a server that trains cannot sleep: leave --sleep out")
+    if options.reward_model and options.plot:
+        parser.error("scores of a reward model have no place in --plot: leave it out")
     if options.model is None:
         options.model = DEMO_NAME if options.on_server else str(DEMO_FOLDER)
     return options

@@ -34,6 +34,7 @@ FOLDERS = (
     "examples/grpo",
     "examples/mezo",
     "examples/policies",
+    "examples/reward_model",
     "loadtests",
     "benchmarks",
     "benchmarks/results",
