@@ -89,9 +89,9 @@ class SessionFiles:
             try:
                 (folder / UNFINISHED).touch()
                 # A session that is there after a power cut has its examples.
-                disk.replace(folder / EXAMPLES, examples)
+                _write(folder / EXAMPLES, examples)
                 if validation:
-                    disk.replace(folder / VALIDATION, validation)
+                    _write(folder / VALIDATION, validation)
                 disk.replace_json(folder / STATE, state)
                 if start is not None:
                     disk.replace(folder / FACTORS, save(start.arrays()))
@@ -305,6 +305,16 @@ def readable(session_id: str) -> Iterator[None]:
 def encoded(examples: Iterable[Example]) -> bytes:
     """Return examples as they are kept: a JSON object in each line."""
     return "".join(dumped(example.to_json()) + "\n" for example in examples).encode()
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a new file durably, but for its name in the folder."""
+    descriptor = disk.create(path)
+    try:
+        disk.write_all(descriptor, data)
+        disk.sync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _remove(folder: Path) -> None:

@@ -106,7 +106,7 @@ class SessionStore:
         """
         async with self._creation:
             data = await asyncio.to_thread(encoded, examples)
-            judged = await asyncio.to_thread(encoded, validation)
+            judged = await asyncio.to_thread(encoded, validation) if validation else b""
             self._check_new(len(data) + len(judged))
             config = make(self._ids.make(ID_PREFIX), int(time.time()))
             folder = self._folder / config.id
