@@ -1,8 +1,7 @@
 """The files of a job: its record, its events and its checkpoints.
 
 ``job.json`` is replaced whole; a folder without it is no job. ``events.jsonl`` grows by lines; one
-that a crash has cut off is dropped. Adapters are in ``checkpoints/step-N``, as PEFT writes
-them.
+that a crash has cut off is dropped. Adapters are in ``checkpoints/step-N``.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from mlx_parallm.adapters.writing import adapter_files
 from mlx_parallm.training.jobs.files import JobFiles
-from mlx_parallm.training.jobs.records import Checkpoint, JobEvent, JobStatus, Level
+from mlx_parallm.training.jobs.records import Checkpoint, JobEvent, JobStatus, Level, Method
 from mlx_parallm.training.records import GradientRecord, Status, StepRecord
 from mlx_parallm.training.service import ASLEEP, TrainingService
 from mlx_parallm.training.session import Session
@@ -146,8 +146,10 @@ class JobRun:
             name=f"{model_name(files)}:ckpt-step-{step}",
             metrics=step_metrics(session.last),
         )
-        weights = await self._training.weights(record.session, None, of_checkpoint=True)
-        adapter = adapter_files(weights, "peft")
+        # mlx-lm's format takes all layers; PEFT's lacks some, and has a place for a head.
+        form = "peft" if settings.method is Method.REWARD else "mlx"
+        weights = await self._training.weights(record.session, None, of_checkpoint=form == "peft")
+        adapter = adapter_files(weights, form)
         self._training.check_bytes(sum(map(len, adapter.values())))
         folder = files.put_checkpoint(checkpoint, adapter)
         await self._served.keep(checkpoint.name, record.settings.model, folder)

@@ -138,13 +138,13 @@ class FakeTraining:
         return session
 
     async def weights(self, name: str, step: int | None, *, of_checkpoint: bool) -> AdapterWeights:
-        assert of_checkpoint
+        assert not of_checkpoint, "jobs of generators write mlx-lm's format"
         del step
         if self.failures:
             raise self.failures.pop(0)
         value = np.full((1, 2), self.get(name).num_steps, np.float32)
         module = LowRank(kind="linear", a=HostTensor(value), b=HostTensor(value.T), scale=1.0)
-        return AdapterWeights({"layer": module}, of_checkpoint=True)
+        return AdapterWeights({"layer": module}, of_checkpoint=of_checkpoint)
 
     async def delete(self, name: str) -> None:
         self.get(name)
@@ -158,7 +158,7 @@ class FakeServed:
     folders: dict[str, Path] = field(default_factory=dict[str, Path])
 
     async def keep(self, name: str, base: str, folder: Path, *, loads: bool = True) -> None:
-        assert (folder / "adapter_model.safetensors").is_file()
+        assert (folder / "adapter_config.json").is_file()
         self.folders[name] = folder
 
     async def forget_kept(self, name: str) -> None:

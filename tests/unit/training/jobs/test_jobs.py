@@ -131,7 +131,7 @@ async def test_the_best_checkpoint_is_the_result(jobs: Jobs) -> None:
     assert [each.step for each in files.checkpoints] == [4, 8, 10, 12]
     assert len(files.checkpoints) == KEPT + 1
     folder = jobs.served.folders[model_name(files)]
-    factors = load_file(folder / "adapter_model.safetensors")
+    factors = load_file(folder / "adapters.safetensors")
     assert {float(each.max()) for each in factors.values()} == {4.0}
     names = {each.name for each in files.checkpoints}
     assert set(jobs.served.folders) == names | {model_name(files)}
