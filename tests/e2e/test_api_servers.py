@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx2
 import openai
@@ -170,6 +171,28 @@ def test_an_adapter_can_be_named_at_once_in_every_process(server: ServerProcess)
             assert http.delete(f"/v1/adapters/p{number}").status_code == 200
             with pytest.raises(openai.NotFoundError):
                 texts(server, f"p{number}", 4)
+
+
+def test_what_a_job_has_made_can_be_named_at_once_in_every_process(
+    server: ServerProcess,
+) -> None:
+    row = {"prompt": "1, 2,", "completion": " 3"}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=None) as client:
+        content = json.dumps(row).encode()
+        file = client.files.create(file=("rows.jsonl", content), purpose="fine-tune").id
+        method: Any = {
+            "type": "supervised",
+            "supervised": {"hyperparameters": {"n_epochs": 1, "layers": "top:1"}},
+        }
+        job = client.fine_tuning.jobs.create(model=MODEL, training_file=file, method=method)
+        while job.status in ("queued", "running"):
+            session = job.to_dict()["session_id"]
+            httpx2.get(f"{server.url}/v1/training/sessions/{session}/events", timeout=None)
+            job = client.fine_tuning.jobs.retrieve(job.id)
+        assert job.fine_tuned_model is not None
+        # Requests that come side by side are answered by all processes.
+        assert len(texts(server, job.fine_tuned_model, 8)) == 8
+        client.models.delete(job.fine_tuned_model)
 
 
 def test_a_process_that_was_killed_takes_its_own_requests_with_it(server: ServerProcess) -> None:

@@ -161,6 +161,24 @@ async def test_a_kept_adapter_is_served_until_it_is_forgotten(
     assert control.names.named("later") is None
 
 
+async def test_a_kept_adapter_waits_for_room(
+    control: AdapterControl, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = EngineConfig().adapters.max_loaded
+    for number in range(limit):
+        # One that came from no folder is not evicted.
+        own = replace(adapter(f"own-{number}", f"digest-{number}", None), source=None)
+        await control.load_adapter(own, model="m")
+    await control.keep("ft:m:a:1", "m", tmp_path)
+    assert "is loaded once a request names it" in caplog.text
+    assert list(control.unloaded()) == ["ft:m:a:1"]
+    with pytest.raises(InvalidRequestError, match=str(limit)):
+        await control.ensure_loaded("ft:m:a:1", "m")
+    await control.unload_adapter("own-0")
+    await control.ensure_loaded("ft:m:a:1", "m")
+    assert list(control.unloaded()) == []
+
+
 async def test_a_kept_adapter_of_no_model_is_not_listed(
     control: AdapterControl, tmp_path: Path
 ) -> None:
