@@ -40,7 +40,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 # These end when make does, however that ends; `exec`, so that no shell is between them and make.
 WITH_MAKE := $(BIN)/python -m mlx_parallm.peers.child_process parent
 
-.PHONY: help serve test test-slow test-engines test-ranks page-test conformance trainers corpus corpus-sample newest check-encoder check-seq2seq check-mezo check-vision cluster-check lint checks format unit bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test test-slow test-engines test-ranks page-test conformance trainers corpus corpus-sample newest check-encoder check-seq2seq check-mezo check-reward check-vision cluster-check lint checks format unit bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -147,6 +147,9 @@ check-seq2seq: $(DEV_STAMP) $(PEER_STAMP) ## An encoder-decoder against transfor
 
 check-mezo: $(DEV_STAMP) ## Learning curves of an encoder (MODEL=folder DATA=file ARGS="--steps …"; PAPER=1: the authors' protocol)
 	@PYTHONPATH=. $(BIN)/python -m benchmarks.$(if $(PAPER),mezo_paper,check_mezo) --model "$(MODEL)" --data "$(DATA)" $(ARGS)
+
+check-reward: $(DEV_STAMP) ## A reward model from an encoder and labelled texts (MODEL=folder DATA=file ARGS="--steps …")
+	@PYTHONPATH=. $(BIN)/python -m mlx_parallm.process_setup.openblas benchmarks.check_reward --model "$(MODEL)" --data "$(DATA)" $(ARGS)
 
 check-vision: $(DEV_STAMP) ## Images against transformers (MODEL=folder ARGS="--reference-python PYTHON")
 	@PYTHONPATH=. $(BIN)/python -m benchmarks.check_vision --model "$(MODEL)" $(ARGS)
