@@ -1,10 +1,10 @@
-"""Fine-tuning jobs by OpenAI's client alone, and preferences by a training session.
+"""Fine-tuning jobs by OpenAI's client alone: of conversations, and of preferences.
 
 ``python -m benchmarks.fine_tuning`` serves the embedded model and teaches it the wordings of
-``examples/grpo``, of which it answers one in seven: a supervised job learns from sums that end in 1
-to 9, and each of its checkpoints is asked for other sums, and for sums that end in 0, which are
-never trained. Then a session learns from pairs of a right and a wrong answer, and is asked
-subtractions in the wording of the model's own training, which neither has seen.
+``examples/grpo``: a supervised job learns from sums that end in 1 to 9, and each of its checkpoints
+is asked for other sums, and for sums that end in 0, which are never trained. Then a job of the
+method ``dpo`` learns from pairs of a right and a wrong answer, and its model is asked subtractions
+in the wording of the embedded model's own training, which the job does not have.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
@@ -28,7 +28,6 @@ from openai.types.fine_tuning import FineTuningJob
 from benchmarks.checks import Check, conclude
 from benchmarks.servers import SERVED_NAME, mlx_parallm_server
 from examples.grpo.task import Problem, problems, reward
-from mlx_parallm.client import RLClient
 
 NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
 # HYPER: of the job; the multiplier makes Adam's rate 2e-3.
@@ -37,8 +36,10 @@ MAX_TOKENS, MAX_THINKING_TOKENS = 24, 256
 # POLL_S: seconds between two looks at the job.
 POLL_S = 0.5
 MOST_SECONDS, LEAST_UNSEEN, LEAST_KEPT = 300.0, 0.9, 0.95
-# PAIRS: of preferences; PAIR_STEPS of 16 of them, the last ones of which are compared.
-PAIRS, PAIR_STEPS, LAST_STEPS = 256, 48, 8
+# PREFERENCE_HYPER: of the job on pairs; the multiplier makes Adam's rate 5e-4.
+PREFERENCE_HYPER = HYPER | {"n_epochs": 3, "learning_rate_multiplier": 100, "beta": 0.1}
+# PAIRS, HELD_OUT_PAIRS: sums whose wrong answers make pairs, and the last steps to be compared.
+PAIRS, HELD_OUT_PAIRS, LAST_STEPS = 256, 64, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,10 @@ def main() -> int:
 
 async def measure(url: str, options: argparse.Namespace, load: float) -> int:
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=None) as client:
-        before = await point(client, SERVED_NAME, 0, options)
+        before = await point(client, SERVED_NAME, 0, options, extra_body=NO_THINKING)
         job, curve = await supervised(client, options)
         seconds = (job.finished_at or 0) - job.created_at
-        preferences, margins, kept = await preferred(url, client, options)
+        preferences, margins, kept = await preferred(client, options)
     last, best = curve[-1], max(each.ending_in_0 for each in curve)
     gained = statistics.mean(margins[-LAST_STEPS:]) - margins[0]
     checks = [
@@ -106,27 +107,39 @@ async def supervised(
     trained = problems(Random(options.seed), 16 * options.steps)
     file = await upload(client, [{"messages": turns(each, str(each.answer))} for each in trained])
     hyper = HYPER | {"eval_every": options.eval_every}
-    job = await client.fine_tuning.jobs.create(
-        model=SERVED_NAME,
-        training_file=file,
-        seed=options.seed,
-        method={"type": "supervised", "supervised": {"hyperparameters": hyper}},  # type: ignore[typeddict-item]
-    )
     curve: list[Point] = []
-    while True:
-        is_running = job.status in ("validating_files", "queued", "running")
+
+    async def ask_new(job: FineTuningJob) -> None:
         for each in reversed((await client.fine_tuning.jobs.checkpoints.list(job.id)).data):
             if each.step_number > (curve[-1].step if curve else 0):
                 name = each.fine_tuned_model_checkpoint
                 curve.append(await point(client, name, each.step_number, options))
                 print(curve[-1], f"load {os.getloadavg()[0]:.1f}", flush=True)
+
+    method: Any = {"type": "supervised", "supervised": {"hyperparameters": hyper}}
+    job = await client.fine_tuning.jobs.create(
+        model=SERVED_NAME, training_file=file, method=method, seed=options.seed
+    )
+    return await ended(client, job, ask_new), curve
+
+
+async def ended(
+    client: openai.AsyncOpenAI,
+    job: FineTuningJob,
+    look: Callable[[FineTuningJob], Awaitable[None]] | None = None,
+) -> FineTuningJob:
+    """Return a job that has ended; ``look`` is called meanwhile, and once more at its end."""
+    while True:
+        is_running = job.status in ("validating_files", "queued", "running")
+        if look is not None:
+            await look(job)
         if not is_running:
             break
         await asyncio.sleep(POLL_S)
         job = await client.fine_tuning.jobs.retrieve(job.id)
     if job.status != "succeeded":
         raise RuntimeError(f"The job is {job.status}: {job.error}")
-    return job, curve
+    return job
 
 
 async def upload(client: openai.AsyncOpenAI, rows: Sequence[Any]) -> str:
@@ -144,12 +157,14 @@ def turns(problem: Problem, answer: str) -> list[dict[str, str]]:
 
 
 async def point(
-    client: openai.AsyncOpenAI, model: str, step: int, options: argparse.Namespace
+    client: openai.AsyncOpenAI, model: str, step: int, options: argparse.Namespace, **fields: Any
 ) -> Point:
-    """Ask a model for sums that were not trained."""
+    """Ask a model for sums that were not trained; ``fields`` are further ones of the requests."""
     # The wordings have too many sums for a drawn one to be among those of another seed.
     unseen, ending_in_0 = [
-        await share_right(client, model, problems(Random(0), options.eval_problems, held_out=each))
+        await share_right(
+            client, model, problems(Random(0), options.eval_problems, held_out=each), **fields
+        )
         for each in (False, True)
     ]
     return Point(step, unseen, ending_in_0)
@@ -160,6 +175,7 @@ async def share_right(
     model: str,
     sums: Sequence[Problem],
     max_tokens: int = MAX_TOKENS,
+    **fields: Any,
 ) -> float:
     """Return the share of problems whose likeliest answer is right."""
     answers = await asyncio.gather(
@@ -169,6 +185,7 @@ async def share_right(
                 messages=[{"role": "user", "content": each.question}],
                 temperature=0,
                 max_tokens=max_tokens,
+                **fields,
             )
             for each in sums
         )
@@ -178,31 +195,34 @@ async def share_right(
 
 
 async def preferred(
-    url: str, client: openai.AsyncOpenAI, options: argparse.Namespace
+    client: openai.AsyncOpenAI, options: argparse.Namespace
 ) -> tuple[float, list[float], float]:
-    """Train on pairs; return the share in order, the margins, and how much is right of before."""
+    """Run a job on pairs; return the share in order, the margins, and what is right of before."""
     untouched = subtractions(Random(0), options.eval_problems)
     before = await share_right(client, SERVED_NAME, untouched, MAX_THINKING_TOKENS)
-    rows = await pairs(client, problems(Random(options.seed), PAIRS))
-    async with RLClient(url) as trainer:
-        session = await trainer.training.create(
-            SERVED_NAME,
-            {"kind": "pairs", "beta": 0.1},
-            rows,
-            trainable={"rank": 16, "alpha": 32},
-            estimator={"kind": "gradient", "learning_rate": 5e-4, "decay_steps": PAIR_STEPS},
-            seed=options.seed,
-        )
-        begin_s = time.monotonic()
-        await trainer.training.run(session.id, PAIR_STEPS)
-        margins = [step.facts["margins"] async for step in trainer.training.events(session.id)]
-        print(f"preferences: {time.monotonic() - begin_s:.0f} s, margins {margins[::8]}")
-        others = await pairs(client, problems(Random(0), 64))
-        evaluation = await trainer.training.evaluate(session.id, others)
-        await trainer.training.publish(session.id, "preferred")
-    after = await share_right(client, "preferred", untouched, MAX_THINKING_TOKENS)
+    training, validation = [
+        await upload(client, await pairs(client, problems(Random(seed), count)))
+        for seed, count in ((options.seed, PAIRS), (0, HELD_OUT_PAIRS))
+    ]
+    begin_s = time.monotonic()
+    method: Any = {"type": "dpo", "dpo": {"hyperparameters": PREFERENCE_HYPER}}
+    job = await client.fine_tuning.jobs.create(
+        model=SERVED_NAME,
+        training_file=training,
+        validation_file=validation,
+        method=method,
+        seed=options.seed,
+    )
+    job = await ended(client, job)
+    events = [each async for each in client.fine_tuning.jobs.list_events(job.id, limit=100)]
+    data: list[Any] = [each.data for each in reversed(events) if each.type == "metrics"]
+    margins = [each["train_margin"] for each in data if "train_margin" in each]
+    orders = [each["valid_accuracy"] for each in data if each.get("valid_accuracy") is not None]
+    print(f"preferences: {time.monotonic() - begin_s:.0f} s, margins {margins[::8]}")
+    model = job.fine_tuned_model or ""
+    after = await share_right(client, model, untouched, MAX_THINKING_TOKENS)
     print(f"untouched: {before:.3f} before, {after:.3f} after")
-    return evaluation.accuracy or 0.0, margins, after / before
+    return orders[-1], margins, after / before
 
 
 async def pairs(client: openai.AsyncOpenAI, sums: Sequence[Problem]) -> list[dict[str, Any]]:
