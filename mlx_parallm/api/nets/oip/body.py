@@ -60,7 +60,16 @@ def split_body(body: bytes, header: str | None) -> InferBody:
     """
     length = len(body) if header is None else _header_length(header, len(body))
     view = memoryview(body)
-    content = parse_with_arrays(body if length == len(body) else bytes(view[:length]), _places)
+    text = body if length == len(body) else bytes(view[:length])
+    try:
+        content = parse_with_arrays(text, _places)
+    except InvalidRequestError as problem:
+        if header is None or problem.code != "invalid_json":
+            raise
+        raise InvalidRequestError(
+            f"{problem} {HEADER_LENGTH} says that {length} bytes of it are JSON.",
+            param=HEADER_LENGTH,
+        ) from None
     if not is_object(content):
         raise InvalidRequestError("The body must be a JSON object.")
     fields = validated(InferRequest, content)

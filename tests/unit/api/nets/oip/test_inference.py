@@ -198,6 +198,17 @@ def test_a_wrong_length_of_the_object_is_refused(header: str) -> None:
     assert len(said) < 300
 
 
+@pytest.mark.parametrize("missing", [-1, 1])
+def test_a_length_that_cuts_the_object_is_named(missing: int) -> None:
+    # Clients count characters instead of bytes.
+    text = json.dumps({"id": "ü", "inputs": [binary(32)]}, ensure_ascii=False)
+    header = str(len(text.encode()) - missing)
+    with pytest.raises(InvalidRequestError, match=f"{HEADER_LENGTH} says that {header} bytes"):
+        read_inference(
+            net(), text.encode() + OBS.tobytes(), header, client="", request_id="infer-1"
+        )
+
+
 def test_odd_booleans_are_refused() -> None:
     model = net(spec("obs", "bool", 1))
     assert "boolean" in refusal(
