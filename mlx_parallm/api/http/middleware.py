@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Iterable
+from secrets import token_hex
 from urllib.parse import quote
 
-from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
@@ -39,6 +38,8 @@ from mlx_parallm.types.errors import (
 logger = logging.getLogger(__name__)
 
 MAX_ID_CHARS = 128
+# ID_BYTES: of a new id, which is written in hex.
+ID_BYTES = 16
 # MAX_PATH_CHARS: characters of a path in the log.
 MAX_PATH_CHARS = 256
 # MAX_HOST_CHARS: characters of the named host in a refusal.
@@ -109,7 +110,7 @@ class RequestIdMiddleware(HttpMiddleware):
 
     @override
     def answer(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        fresh = uuid.uuid4().hex
+        fresh = token_hex(ID_BYTES)
         own_id = sane_id(headers_of(scope).get("x-request-id"))
         request_id = own_id or fresh
         state = scope.setdefault("state", {})
@@ -119,7 +120,9 @@ class RequestIdMiddleware(HttpMiddleware):
 
         def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(id_headers(scope))
+                # No answer has them yet.
+                headers = ((name.encode(), id_.encode()) for name, id_ in id_headers(scope).items())
+                message["headers"] = [*message["headers"], *headers]
             return send(message)
 
         return self._app(scope, receive, send_with_id)

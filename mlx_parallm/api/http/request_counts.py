@@ -37,6 +37,10 @@ class RequestCounts:
         """Add answers."""
         self._counts.update(counts)
 
+    def count(self, labels: Answered) -> None:
+        """Add one answer."""
+        self._counts[labels] += 1
+
     def take(self) -> Mapping[Answered, int]:
         """Return all answers, and count from zero again."""
         taken, self._counts = self._counts, Counter()
@@ -63,7 +67,7 @@ class CountingMiddleware(HttpMiddleware):
     def answer(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         def send_and_count(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                self._counts.add({_labels(scope, message["status"]): 1})
+                self._counts.count(_labels(scope, message["status"]))
             return send(message)
 
         return self._app(scope, receive, send_and_count)

@@ -130,6 +130,8 @@ def _checked(
 
 def _check_choices(array: np.ndarray, spec: TensorSpec, where: str) -> None:
     """Refuse numbers for which a table has no row, or a new dimension no place."""
+    if not spec.choices:
+        return
     rows = array.reshape(-1, math.prod(spec.shape[1 + spec.has_time :]))
     for choices in spec.choices:
         part = rows[:, choices.begin : choices.end]
