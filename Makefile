@@ -55,7 +55,7 @@ serve: $(RUNTIME_STAMP) ## Serve a model on 127.0.0.1:8000 (ARGS="--model … --
 # tests start share bytecode, even where none is to be written otherwise. Long files come first.
 # One more worker than the 2 cores of a small machine: tests of servers wait for those.
 WORKERS ?= 3
-TEST_ENV := exec env OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+TEST_ENV := exec env PYTHONDONTWRITEBYTECODE=
 PYTEST := $(WITH_MAKE) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: checks ## Lint, layers, language and the tests, but those of the next two targets
