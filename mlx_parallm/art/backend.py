@@ -62,8 +62,8 @@ class MLXParallmBackend:
             server_config: how servers are started and updated.
 
         Raises:
-            ConfigError: an index is none, or is named beside a ``device_config``; or whole models
-                are to be served, and the trainer writes adapters.
+            ConfigError: an index is none, or is named beside a ``device_config``; or the server
+                cannot be trained as it is to be served.
         """
         named = DeviceConfig(inference_device=inference_device, training_devices=training_devices)
         if device_config is not None and named != DeviceConfig():
@@ -72,8 +72,8 @@ class MLXParallmBackend:
         self._trains_server = isinstance(trainer, ServerTrainer)
         self._path = Path(path).resolve()
         self._config = server_config or ServerConfig()
-        if self._trains_server and self._config.weight_sync_method is WeightSync.DISK:
-            raise ConfigError("ServerTrainer writes adapters: weight_sync_method cannot be disk.")
+        if self._trains_server:
+            _check_trained(self._config)
         self._devices = (device_config or named).resolved(num_engines=self._config.num_devices)
         self._policies: dict[Path, ServedPolicy] = {}
 
@@ -205,3 +205,13 @@ class MLXParallmBackend:
     def _folder(self, model: Any) -> Path:
         """Return a model's folder in ART's layout."""
         return self._path / model.project / "models" / model._storage_name()
+
+
+def _check_trained(config: ServerConfig) -> None:
+    """Raise ConfigError if a server of these settings cannot be trained itself."""
+    if config.weight_sync_method is WeightSync.DISK:
+        raise ConfigError("ServerTrainer writes adapters: weight_sync_method cannot be disk.")
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            "ServerTrainer needs a model in one process: tensor_parallel_size must be 1."
+        )

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, Protocol, cast
@@ -43,7 +43,8 @@ class ServerAddress:
     """
 
     url: str
-    api_key: str | None
+    # Logs of trainers must not show the key.
+    api_key: str | None = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,12 +241,12 @@ class _ServerStep:
         known, step = await asyncio.to_thread(_written, self._job.previous)
         sessions = {each.id: each for each in await self._client.training.sessions()}
         session = sessions.get(known)
-        if session is None:
-            return await self._begin(objective, batches)
-        if (session.step, session.config["objective"]["kind"]) == (step, objective["kind"]):
-            return session
-        # It has learnt what is not in the checkpoint, or learns something else now.
-        await self._client.training.delete(session.id)
+        if session is not None:
+            kind = session.config["objective"]["kind"]
+            if (session.status, session.step, kind) == ("ready", step, objective["kind"]):
+                return session
+            # It was paused, has learnt what is not in the checkpoint, or learns something else.
+            await self._client.training.delete(session.id)
         return await self._begin(objective, batches)
 
     async def _begin(self, objective: Json, batches: Sequence[list[Json]]) -> TrainingSession:

@@ -20,7 +20,6 @@ from mlx_parallm.art.serving import EMBEDDED_MODEL, Address, ServedPolicy
 from mlx_parallm.art.training import ServerTrainer, TrainJob
 from mlx_parallm.client import RequestFailedError
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
-from mlx_parallm.types.errors import ConfigError
 from tests.adapter_files import save
 
 pytestmark = pytest.mark.slow
@@ -229,7 +228,7 @@ class Agent:
     async def ask(self, path: str, body: object = None) -> Any:
         async with httpx2.AsyncClient(timeout=None) as client:
             answer = await client.request(
-                "POST" if body else "GET", self.policy.url + path, json=body
+                "GET" if body is None else "POST", self.policy.url + path, json=body
             )
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -348,13 +347,11 @@ async def test_what_cannot_be_learnt_says_why(agent: Agent) -> None:
     assert (step, metrics) == (1, {"reward": 1.0, "samples": 0.0})
 
 
-async def test_a_server_that_trains_has_adapters(tmp_path: Path) -> None:
-    config = ServerConfig(weight_sync_method=WeightSync.DISK)
-    with pytest.raises(ConfigError, match="writes adapters"):
-        MLXParallmBackend(ServerTrainer(), path=tmp_path, server_config=config)
-    backend = MLXParallmBackend(ServerTrainer(), path=tmp_path)
-    model: Any = SimpleNamespace(
-        name="policy", project="p", base_model="m", trainable=True, _storage_name=lambda: "r"
-    )
-    with pytest.raises(BackendError, match="register the model first"):
-        await backend._train("rl", model, [], {})
+async def test_a_paused_session_is_replaced(agent: Agent) -> None:
+    await agent.backend._train("rl", agent.model, [await agent.group()], {})
+    (before,) = await agent.sessions()
+    await agent.ask(f"/v1/training/sessions/{before['id']}/pause", {})
+    _, metrics = await agent.backend._train("rl", agent.model, [await agent.group()], {})
+    assert metrics["ratio"] == pytest.approx(1.0, abs=1e-4)
+    (after,) = await agent.sessions()
+    assert after["id"] != before["id"]

@@ -18,8 +18,10 @@ from mlx_parallm.art import (
     CheckpointError,
     DeviceConfig,
     MLXParallmBackend,
+    ServerAddress,
     ServerConfig,
     ServerStartError,
+    ServerTrainer,
     TrainJob,
     UnservedStepError,
     WeightSync,
@@ -289,3 +291,27 @@ async def test_two_models_do_not_share_a_folder_where_case_does_not_count(
         refusal = pytest.raises(BackendError, match="differs by case alone")
         with contextlib.nullcontext() if name == "agent" else refusal:
             await own.register(model)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"weight_sync_method": "disk"}, {"tensor_parallel_size": 2}], ids=str
+)
+def test_a_server_that_cannot_be_trained_is_refused(tmp_path: Path, settings: dict) -> None:
+    config = ServerConfig(**settings)
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        MLXParallmBackend(ServerTrainer(), path=tmp_path, server_config=config)
+    # A trainer of the user's own may bring what it likes.
+    MLXParallmBackend(never_trains, path=tmp_path, server_config=config)
+
+
+async def test_a_server_that_does_not_run_is_not_trained(tmp_path: Path) -> None:
+    backend = MLXParallmBackend(ServerTrainer(), path=tmp_path)
+    model = SimpleNamespace(
+        name="policy", project="p", base_model="m", trainable=True, _storage_name=lambda: "r"
+    )
+    with pytest.raises(BackendError, match="register the model first"):
+        await backend._train("rl", model, [], {})
+
+
+def test_the_key_of_a_server_is_not_shown() -> None:
+    assert "secret" not in repr(ServerAddress("http://127.0.0.1:1", "secret"))
