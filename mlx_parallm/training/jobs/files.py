@@ -75,7 +75,7 @@ class JobFiles:
                 try:
                     stored = json.loads((folder / JOB).read_bytes())
                     jobs.append(cls(folder, as_record(stored, JobRecord)))
-                except (ValueError, TypeError, ParallmError) as problem:
+                except (OSError, ValueError, TypeError, ParallmError) as problem:
                     logger.warning("the job %s cannot be read: %s", folder.name, problem)
         return jobs
 

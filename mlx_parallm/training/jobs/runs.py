@@ -88,11 +88,18 @@ class JobRun:
             # A fault may have come between a step, its event and its checkpoint.
             await self._follow(session)
             await self._put_checkpoint(session)
+            if not self._is_running:
+                return
             if session.num_steps >= files.record.settings.num_steps:
                 break
             if not await self._advance(session):
                 return
         await self._finish()
+
+    @property
+    def _is_running(self) -> bool:
+        """True unless a request has paused or ended the job meanwhile."""
+        return self._files.record.status is JobStatus.RUNNING
 
     @property
     def _session(self) -> Session:
@@ -109,7 +116,7 @@ class JobRun:
             if session.state.status is Status.READY:
                 self._training.run(session.config.id, until - session.num_steps)
             await self._follow(session)
-            if self._files.record.status is not JobStatus.RUNNING:
+            if not self._is_running:
                 return False
             state = session.state
             if state.status is Status.PAUSED:
@@ -174,6 +181,9 @@ class JobRun:
         result = await self._write_result(
             record.settings.owner, f"{record.id}.csv", _table(figures)
         )
+        if not self._is_running:
+            await self._served.forget_kept(name)
+            return
         files.save(
             status=JobStatus.SUCCEEDED,
             finished_at=int(self._now()),

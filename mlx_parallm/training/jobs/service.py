@@ -26,6 +26,7 @@ from mlx_parallm.types.errors import (
     ParallmError,
     RequestAbortedError,
     RequestLostError,
+    RequestTooLargeError,
     SessionLostError,
     ShuttingDownError,
 )
@@ -67,6 +68,9 @@ class JobService:
         # Set when a job may run that could not before.
         self._changed = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
+        # The id of the job that runs, and set once it does not.
+        self._running: str | None = None
+        self._rests = asyncio.Event()
 
     def start(self) -> None:
         """Open the folder, serve what earlier processes have made, and go on with their jobs."""
@@ -149,11 +153,15 @@ class JobService:
         files = self.get(job_id)
         if not files.record.status.has_ended:
             await self.cancel(job_id)
-        del self._jobs[job_id]
-        for name in self._names(files):
-            await self._served.forget_kept(name)
         with contextlib.suppress(NotFoundError):
             await self._training.delete(files.record.session)
+        if self._running == job_id:
+            # It may be about to serve another checkpoint.
+            await self._rests.wait()
+        if self._jobs.pop(job_id, None) is None:
+            return
+        for name in self._names(files):
+            await self._served.forget_kept(name)
         files.delete()
 
     async def delete_model(self, name: str) -> None:
@@ -200,7 +208,11 @@ class JobService:
             if files is None:
                 await self._changed.wait()
             else:
+                self._running = files.record.id
+                self._rests.clear()
                 await self._run(files)
+                self._running = None
+                self._rests.set()
 
     async def _serve(self, files: JobFiles) -> None:
         """Serve what a job has made in an earlier process."""
@@ -236,7 +248,8 @@ class JobService:
         except ShuttingDownError:
             # The next process goes on with it.
             await asyncio.Event().wait()
-        except ENDING as problem:
+        except (*ENDING, RequestTooLargeError) as problem:
+            # Such as for weights that were replaced, or for no room for the file of figures.
             if self._is_unfinished(files):
                 run.pause(str(problem))
         except ParallmError as problem:

@@ -153,12 +153,24 @@ class FakeTraining:
 
 @dataclass
 class FakeServed:
-    """The folders that are served, by name."""
+    """The folders that are served, by name.
+
+    Attributes:
+        folders: see the class.
+        gate: is awaited before a folder is loaded.
+        waiting: the names whose folders are being loaded.
+    """
 
     folders: dict[str, Path] = field(default_factory=dict[str, Path])
+    gate: asyncio.Event | None = None
+    waiting: list[str] = field(default_factory=list[str])
 
     async def keep(self, name: str, base: str, folder: Path, *, loads: bool = True) -> None:
         assert (folder / "adapter_config.json").is_file()
+        if self.gate is not None:
+            self.waiting.append(name)
+            await self.gate.wait()
+            self.waiting.remove(name)
         self.folders[name] = folder
 
     async def forget_kept(self, name: str) -> None:

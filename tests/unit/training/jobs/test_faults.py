@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 
@@ -20,6 +21,7 @@ from mlx_parallm.types.errors import (
     ParallmError,
     RequestAbortedError,
     RequestLostError,
+    RequestTooLargeError,
     SessionLostError,
     StorageError,
 )
@@ -183,3 +185,52 @@ async def test_a_pause_before_a_checkpoint_does_not_lose_it(jobs: Jobs) -> None:
         jobs.service.resume(files.record.id)
     await ended(jobs, files)
     assert [each.step for each in files.checkpoints] == [2, 4, 6]
+
+
+@with_jobs
+async def test_a_full_store_of_files_pauses_a_job_at_its_end(jobs: Jobs) -> None:
+    jobs.result_failures = [RequestTooLargeError("All files together may have 1 byte.")]
+    files = jobs.begin()
+    assert "All files" in await paused(files)
+    jobs.service.resume(files.record.id)
+    await ended(jobs, files)
+    assert files.record.status is JobStatus.SUCCEEDED
+    assert files.record.result_files == ("file-result-1",)
+
+
+@pytest.mark.parametrize("step", [2, 6])
+@pytest.mark.parametrize("act", ["cancel", "pause", "delete"])
+def test_a_request_amid_a_checkpoint_counts(
+    tmp_path_factory: pytest.TempPathFactory, act: str, step: int
+) -> None:
+    @with_jobs
+    async def check(jobs: Jobs) -> None:
+        jobs.served.gate = asyncio.Event()
+        files, other = jobs.begin(), jobs.begin("other")
+        name = model_name(files)
+        await until(lambda: f"{name}:ckpt-step-2" in jobs.served.waiting)
+        if step == 6:
+            jobs.served.gate.set()
+            await until(lambda: jobs.training.get("s").num_steps == 5)
+            jobs.served.gate.clear()
+            await until(lambda: f"{name}:ckpt-step-6" in jobs.served.waiting)
+        acting = asyncio.ensure_future(getattr(jobs.service, act)(files.record.id))
+        await asyncio.sleep(0)
+        jobs.served.gate.set()
+        await acting
+        await ended(jobs, other)
+        assert name not in jobs.served.folders
+        if act == "delete":
+            assert not [served for served in jobs.served.folders if served.startswith(name)]
+            assert len(list(jobs.folder.iterdir())) == 1
+            return
+        expected = JobStatus.CANCELLED if act == "cancel" else JobStatus.PAUSED
+        assert files.record.status is expected
+        assert files.record.fine_tuned_model is None
+        assert jobs.training.get("s").num_steps == step
+        if act == "pause":
+            jobs.service.resume(files.record.id)
+            await ended(jobs, files)
+            assert name in jobs.served.folders
+
+    check(tmp_path_factory.mktemp("jobs"))

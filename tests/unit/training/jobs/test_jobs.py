@@ -39,12 +39,15 @@ class Jobs:
     def __init__(self, folder: Path) -> None:
         self.folder, self.training, self.served = folder, FakeTraining(), FakeServed()
         self.results: list[tuple[str, str, bytes]] = []
+        self.result_failures: list[Exception] = []
         self.service = self._service()
 
     def _service(self) -> JobService:
         return JobService(self.folder, cast("Any", self.training), self.served, self._write_result)
 
     async def _write_result(self, owner: str, filename: str, content: bytes) -> str:
+        if self.result_failures:
+            raise self.result_failures.pop(0)
         self.results.append((owner, filename, content))
         return f"file-result-{len(self.results)}"
 
