@@ -75,6 +75,26 @@ def test_what_a_session_learns_is_served(client: httpx2.Client) -> None:
     client.delete("/v1/adapters/by-gradient")
 
 
+def test_steps_are_judged_by_validation_data(client: httpx2.Client) -> None:
+    wrong = {"good": "bad", "bad": "good"}
+    rows = [row | {"label": wrong[row["label"]]} for row in ROWS]
+    session = begin(client, validation=rows, eval_every=2)
+    asked(client, f"{session}/run", steps=11)
+    steps = events(client, session)
+    judged = {step["step"]: step for step in steps if step["validation_loss"] is not None}
+    assert list(judged) == [2, 4, 6, 8, 10, 11]
+    last = asked(client, f"{session}/evaluate", data=rows)
+    assert judged[11]["validation_loss"] == last["loss"]
+    assert judged[11]["validation_accuracy"] == last["accuracy"]
+    answer = client.get(session).json()
+    # The more it learns, the worse it does on these.
+    assert answer["best"] == min(judged, key=lambda step: judged[step]["validation_loss"]) < 8
+    assert answer["checkpoints"] == [answer["best"], 8, 10, 11]
+    client.delete(session)
+    refusal = client.post(SESSIONS, json=SESSION | {"validation": rows})
+    assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "validation")
+
+
 CANDIDATES = {"kind": "candidates", "candidates": {"good": " a", "bad": " b"}}
 OF_PAIRS = {
     "objective": {"kind": "pairs"},
@@ -104,6 +124,11 @@ REWARD = {"kind": "reward", "reward_model": {"model": "demo:sentiment"}}
         ({"estimator": {"checkpoint_every": 0}}, "estimator"),
         ({"estimator": {"weight_decay": 1000}}, "estimator.weight_decay"),
         ({"batch_size": 9}, "batch_size"),
+        ({"eval_every": 2}, "eval_every"),
+        ({"validation": ROWS, "eval_every": 0}, "eval_every"),
+        ({"validation": []}, "validation"),
+        ({"validation": [ROWS[0] | {"label": "neither"}]}, "validation"),
+        ({"model": DEMO, "objective": {"kind": "policy"}, "data": None, "validation": ROWS}, "val"),
         ({"trainable": {"head": "reward"}}, "trainable.head"),
         ({"trainable": {"head": "score"}}, "trainable"),
         ({"trainable": {"head": 1}}, "trainable"),
