@@ -120,6 +120,11 @@ class OfflineSession:
         return self._session.num_steps
 
     @property
+    def best(self) -> int | None:
+        """The step with the least validation loss; None if none was evaluated."""
+        return self._session.best
+
+    @property
     def info(self) -> TrainableInfo:
         """Facts about its adapter."""
         return self._session.info or self._do(self._session.open)
@@ -166,6 +171,8 @@ class OfflineSession:
 
         async def work() -> list[StepRecord]:
             records: list[StepRecord] = []
+            # The end of a run is evaluated.
+            self._session.save(until=self._session.num_steps + steps)
             for _ in range(steps):
                 records.append((await self._session.step()).record)
                 if on_step is not None:

@@ -16,7 +16,7 @@ import pytest
 from mlx_parallm.adapters.formats import read_adapter_folder
 from mlx_parallm.llm import LLM
 from mlx_parallm.offline.training import OfflineSession
-from mlx_parallm.training.records import MezoRecord
+from mlx_parallm.training.records import GradientRecord, MezoRecord
 from mlx_parallm.types.errors import InvalidRequestError, StorageInUseError
 from mlx_parallm.types.request import SamplingParams
 
@@ -64,6 +64,27 @@ def served_loss(llm: LLM, adapter: str | None = None) -> float:
         scores = {word["token_str"]: word["score"] for word in answer}
         losses.append(-math.log(scores[WORDS[row["label"]]] / sum(scores.values())))
     return fmean(losses)
+
+
+def test_steps_are_judged_by_a_file(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "others.jsonl"
+    wrong = {"good": "bad", "bad": "good"}
+    rows = [row | {"label": wrong[row["label"]]} for row in ROWS]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    estimator = {"kind": "gradient", "learning_rate": 0.05}
+    settings = SETTINGS | {"estimator": estimator, "validation": path, "eval_every": 2}
+    with llm.mezo(OBJECTIVE, ROWS, **settings) as session:
+        records = [each for each in session.run(9) if isinstance(each, GradientRecord)]
+        judged = {
+            each.step: each.validation_loss for each in records if each.validation_loss is not None
+        }
+        assert list(judged) == [2, 4, 6, 8, 9]
+        assert session.best == min(judged, key=lambda step: judged[step])
+        session.publish("film", step=session.best)
+    path.write_text("{")
+    with pytest.raises(InvalidRequestError, match="Line 1") as refusal:
+        llm.mezo(OBJECTIVE, ROWS, **settings)
+    assert refusal.value.param == "validation"
 
 
 def test_a_session_learns_and_its_adapter_is_served(llm: LLM, session: OfflineSession) -> None:
