@@ -163,6 +163,33 @@ def test_a_folder_keeps_a_session_for_the_next_program(tmp_path: Path) -> None:
     assert path.is_dir()
 
 
+OF_A_HEAD: dict[str, Any] = {
+    "objective": {"kind": "pairs"},
+    "data": [{"chosen": good, "rejected": bad} for good, bad in zip(GOOD, BAD, strict=True)],
+    "batch_size": 2,
+    "trainable": {"layers": "top:1", "targets": ["value"], "head": "reward"},
+    "estimator": {"kind": "gradient"},
+    "seed": 3,
+}
+
+
+def test_a_new_head_is_the_same_in_the_next_program(llm: LLM, tmp_path: Path) -> None:
+    pairs = OF_A_HEAD["data"]
+    with llm.mezo(path=tmp_path / "session", **OF_A_HEAD) as session:
+        before = session.evaluate(pairs)
+    with llm.mezo(path=tmp_path / "session") as again:
+        assert again.evaluate(pairs) == before
+        again.run(4)
+        after = again.evaluate(pairs)
+    with llm.mezo(path=tmp_path / "session") as once_more, llm.mezo(**OF_A_HEAD) as whole:
+        assert once_more.evaluate(pairs) == after
+        whole.run(4)
+        assert whole.evaluate(pairs) == after
+    other: dict[str, Any] = OF_A_HEAD | {"seed": 4}
+    with llm.mezo(**other) as drawn:
+        assert drawn.evaluate(pairs) != before
+
+
 def test_a_temporary_folder_goes_with_its_session(llm: LLM) -> None:
     session = llm.mezo(OBJECTIVE, ROWS, **SETTINGS)
     path = session.path
@@ -198,6 +225,9 @@ def test_data_may_be_a_file(llm: LLM, tmp_path: Path) -> None:
         ({"trainable": {"targets": ["nothing"]}}, "trainable.targets"),
         ({"trainable": {"rank": 512}}, "trainable.rank"),
         ({"unknown": 1}, "unknown"),
+        (OF_A_HEAD | {"trainable": {}}, "trainable.head"),
+        (OF_A_HEAD | {"trainable": {"head": True}}, "trainable.head"),
+        (OF_A_HEAD | {"objective": OBJECTIVE}, "trainable.head"),
     ],
 )
 def test_bad_input_is_refused_by_its_field(

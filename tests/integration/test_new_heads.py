@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +75,11 @@ def encoder(folder: Path, name: str) -> AdaptedEncoder:
     return EncoderRunner(load_encoder(write_golden(folder, read_golden(name))), VectorSpec())
 
 
-def opened(runner: AdaptedEncoder, **changes: Any) -> GradientSession:
+def opened(
+    runner: AdaptedEncoder, samples: Sequence[PoolingInput] = INPUTS[:2], **changes: Any
+) -> GradientSession:
     pool = PrefixPool(POOL_BYTES)
-    return GradientSession(runner.adapters, INPUTS[:2], pool=pool, **(SPEC | changes))
+    return GradientSession(runner.adapters, samples, pool=pool, **(SPEC | changes))
 
 
 def numbered(path: str) -> str:
@@ -186,6 +188,24 @@ def test_layers_have_the_names_of_transformers(tmp_path: Path, model_type: str) 
                 named = {numbered(path) for path in config["target_modules"]}
                 # The list has linear layers alone.
                 assert (layers | named) - {"head.norm"} <= set(classes[1])
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in golden_names() if name.endswith(("_sequence", "_token"))]
+)
+def test_files_name_the_layers_of_every_familys_head(tmp_path: Path, name: str) -> None:
+    runner = encoder(tmp_path, name)
+    spec = {"makes_head": False, "trains_head": True}
+    session = opened(runner, samples=(), **targets_of(runner), **spec)
+    config, tensors = written(runner, trained_weights(session))
+    layers = saved_layers(config, tensors)
+    assert all(path.partition(".")[0].endswith("classifier") for path in layers)
+    # PEFT saves each module whose path ends so, and misses its tensors where there are none.
+    for of, paths in NAMES.get(runner.info.architecture, {}).items():
+        if of.endswith("ForSequenceClassification") and name.endswith("_sequence"):
+            assert {
+                path for path in paths if path.endswith(tuple(config["modules_to_save"]))
+            } <= layers
 
 
 def test_a_head_is_drawn_from_the_seed_as_transformers_draws_it(tmp_path: Path) -> None:
