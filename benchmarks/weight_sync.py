@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shlex
 import statistics
 import sys
@@ -81,6 +82,7 @@ def main() -> int:
     checks.append(Check("size of the adapter, MB", len(body) / 1e6))
     size = sum(file.stat().st_size for file in folders[1].glob("*.safetensors"))
     checks.append(Check("size of the folder, MB", size / 1e6))
+    checks.append(Check("load average of the machine", os.getloadavg()[0]))
     settings = {name: str(value) for name, value in vars(args).items()}
     return conclude("weight_sync", checks, {"settings": settings})
 
