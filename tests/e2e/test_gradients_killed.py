@@ -34,8 +34,6 @@ NUM_KILLS, NUM_STEPS = 20, 100
 NUM_CLIENTS = 3
 # MOST_ANSWERS: of the traffic, before a kill.
 MOST_ANSWERS = 60
-# MOST_STEPS: of the sessions, before every other kill; before the others they may make none.
-MOST_STEPS = 8
 ESTIMATOR = {"kind": "gradient", "learning_rate": 1e-3, "warmup_steps": 2, "checkpoint_every": 7}
 PAIRS = [
     {"prompt": f"{number} and {number}: ", "chosen": "joyful", "rejected": "dull and empty"}
@@ -136,7 +134,7 @@ class Traffic:
             asking = pool.submit(self._ask, random.Random(NUM_CLIENTS * seed + number))
             asking.add_done_callback(lambda ended: self._answers.put(ended.exception()))
 
-    def wait(self, count: int) -> None:
+    def take(self, count: int) -> None:
         """Return once clients got so many answers."""
         for _ in range(count):
             failure = self._answers.get()
@@ -178,27 +176,29 @@ def traffic(url: str, seed: int) -> Iterator[Traffic]:
             own.end()
 
 
-def steps_of(client: httpx2.Client, paths: Sequence[str]) -> list[int]:
-    """Return how many steps sessions have made, which run."""
-    answers = [client.get(path).json() for path in paths]
-    assert [answer["status"] for answer in answers] == ["running"] * len(paths), answers
-    return [answer["step"] for answer in answers]
+def run_up_to(client: httpx2.Client, paths: Sequence[str], until: int) -> None:
+    """Let sessions make steps up to this one, unless they run or are there."""
+    for path in paths:
+        answer = client.get(path).json()
+        if answer["status"] != "running" and answer["step"] < until:
+            asked(client, f"{path}/run", steps=until - answer["step"])
 
 
 def test_killed_servers_change_no_bit(tmp_path: Path, roots: Path, undisturbed: Learnt) -> None:
     """Kill a server at random moments, also while it opens sessions and makes steps again."""
     draw, paths = random.Random(1), []
+    part = NUM_STEPS // NUM_KILLS
     for number in range(NUM_KILLS):
-        with served(tmp_path, roots) as (process, client):
-            paths = paths or begun(client)
-            until = max(steps_of(client, paths)) + number % 2 * draw.randrange(1, MOST_STEPS)
-            with traffic(process.url, number) as clients:
-                while max(steps_of(client, paths)) < until:
-                    clients.wait(1)
-                clients.wait(draw.randrange(1, MOST_ANSWERS))
-                process.process.send_signal(signal.SIGKILL)
+        with served(tmp_path, roots) as (process, client), traffic(process.url, number) as clients:
+            clients.take(1)
+            paths = paths or begun(client, part)
+            run_up_to(client, paths, (number + 1) * part)
+            clients.take(draw.randrange(1, MOST_ANSWERS))
+            process.process.send_signal(signal.SIGKILL)
     with served(tmp_path, roots) as (_, client):
-        assert max(steps_of(client, paths)) > NUM_KILLS / 2
+        for path in paths:
+            events(client, path)
+        run_up_to(client, paths, NUM_STEPS)
         assert learnt(tmp_path, client, paths) == undisturbed
 
 
@@ -214,8 +214,8 @@ def test_killed_engines_change_no_bit(tmp_path: Path, roots: Path, undisturbed: 
                     asked(client, f"{path}/run", steps=part)
                 until = number * part + draw.randrange(part)
                 while min(client.get(path).json()["step"] for path in paths) < until:
-                    clients.wait(1)
-                clients.wait(draw.randrange(1, MOST_ANSWERS // part))
+                    clients.take(1)
+                clients.take(draw.randrange(1, MOST_ANSWERS // part))
                 kill_engine(process, client, clients, draw)
                 for path in paths:
                     events(client, path)
@@ -230,9 +230,9 @@ def kill_engine(
     os.kill(killed, signal.SIGKILL)
     # The server ends when it has no engine left.
     while killed in (engines := engines_of(process.process.pid)) or len(engines) < 2:
-        clients.wait(1)
+        clients.take(1)
     while client.get("/ready").json()["ready"] != 2:
-        clients.wait(1)
+        clients.take(1)
 
 
 def test_evictions_and_other_weights_change_no_bit(
