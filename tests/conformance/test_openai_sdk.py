@@ -204,7 +204,7 @@ def test_errors(client, server):
     with pytest.raises(openai.AuthenticationError):
         stranger.models.list()
     with pytest.raises(openai.NotFoundError):
-        client.fine_tuning.jobs.list()
+        client.vector_stores.list()
 
 
 def test_a_timeout_ends_the_request(server):
