@@ -31,6 +31,7 @@ from mlx_parallm.types.errors import (
     EngineDeadError,
     InvalidRequestError,
     ModelNotFoundError,
+    NotFiniteError,
     OverloadedError,
     ParallmError,
     PausedError,
@@ -175,11 +176,19 @@ class TrainingService(Watcher):
     ) -> list[MadeStep]:
         """Make steps and return them; see ``Session.step``.
 
+        What the request alone is to blame for does not pause the session.
+
         Raises:
+            InvalidRequestError: there are neither data nor examples.
             ConflictError: it runs in the background, or is paused.
             StorageError: the step could not be written; the session is paused.
         """
         session = self._measuring(session_id)
+        if examples is None and not session.examples:
+            raise InvalidRequestError(
+                "The session has no data, and this step no rows.", param="batch"
+            )
+        is_own = examples is not None or changes != AS_SET
         made: list[MadeStep] = []
         for _ in range(num_steps):
             try:
@@ -187,7 +196,9 @@ class TrainingService(Watcher):
             except ENDING as problem:
                 # A session that was deleted meanwhile has no folder.
                 self._idle(session_id)
-                session.pause(str(problem))
+                # Rows and settings of one step say nothing of the next.
+                if not (is_own and isinstance(problem, NotFiniteError)):
+                    session.pause(str(problem))
                 raise
             except ParallmError:
                 self.get(session_id)
@@ -246,6 +257,9 @@ class TrainingService(Watcher):
             try:
                 self._store.check_room(session)
                 record = await session.learn(values)
+            except NotFiniteError:
+                # The adapters stay, so that other losses can be reported.
+                raise
             except ENDING as problem:
                 self._told(session_id)
                 session.pause(str(problem))

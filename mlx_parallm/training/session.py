@@ -431,7 +431,7 @@ class Session:
         They are measured once and saved: another device may measure other factors.
         """
         config = self.config
-        start = self.files.start()
+        start = await asyncio.to_thread(self.files.start)
         if start is None and config.trainable.init is FirstFactors.ACTIVATIONS:
             measured = self.examples[:NUM_MEASURED]
             inputs = [item for example in measured for item in example.inputs]
@@ -441,7 +441,7 @@ class Session:
             (factors,) = await self._send(config.model, config.id, (measure,))
             self._check_deleted()
             start = StartParameters(factors)
-            self.files.save_start(start)
+            await asyncio.to_thread(self.files.save_start, start)
         return start
 
     async def ask(self, *ops: TrainingOp) -> tuple[Any, ...]:

@@ -69,6 +69,7 @@ class SessionFiles:
             self._steps = AppendedFile.opened(folder / STEPS)
             self._data_bytes = (folder / EXAMPLES).stat().st_size + _size(folder / VALIDATION)
             self._factor_bytes = _size(folder / FACTORS)
+            self._reference_bytes = _size(folder / REFERENCE)
             # Where each record begins.
             self._begins: list[int] = []
             self._settle()
@@ -174,7 +175,9 @@ class SessionFiles:
 
     def save_references(self, references: Sequence[Sequence[float]]) -> None:
         """Save what a loss compares each example with, durably."""
-        disk.replace_json(self._folder / REFERENCE, list(map(list, references)))
+        path = self._folder / REFERENCE
+        disk.replace_json(path, list(map(list, references)))
+        self._reference_bytes = _size(path)
 
     @property
     def num_steps(self) -> int:
@@ -185,8 +188,8 @@ class SessionFiles:
     def num_bytes(self) -> int:
         """The size of the data and of what grows with the steps."""
         log = 0 if self._log is None else self._log.size
-        own = self._data_bytes + self._factor_bytes + log + self._steps.size
-        return own + sum(self.checkpoint_bytes.values())
+        own = self._data_bytes + self._factor_bytes + self._reference_bytes
+        return own + log + self._steps.size + sum(self.checkpoint_bytes.values())
 
     def append(self, record: StepRecord, logged: bytes = b"") -> None:
         """Write the record of a step, and its part of the log, which begins with its seed.

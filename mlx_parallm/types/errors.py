@@ -12,6 +12,7 @@
     │   ├── PermissionDeniedError   the key or the origin may not do this          (HTTP 403)
     │   ├── MisdirectedRequestError the request names a host that is not served    (HTTP 421)
     │   ├── ConflictError           the state of what is named does not allow it   (HTTP 409)
+    │   │   └── NotFiniteError      a training step would not be finite            (HTTP 409)
     │   ├── VersionMismatchError    the weights are of another version than expected (HTTP 412)
     │   ├── RequestTimeoutError     the body did not arrive in time                (HTTP 408)
     │   └── RequestTooLargeError    the body is over the route's limit             (HTTP 413)
@@ -148,6 +149,10 @@ class MisdirectedRequestError(InvalidRequestError):
 
 class ConflictError(InvalidRequestError):
     """The state of what the request names does not allow this."""
+
+
+class NotFiniteError(ConflictError):
+    """A loss, a gradient or the parameters after a training step are not finite."""
 
 
 class VersionMismatchError(InvalidRequestError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,10 +27,10 @@ class References:
         if self._is_ready:
             return
         host = self._host
-        known = host.files.references()
+        known = await asyncio.to_thread(host.files.references)
         if known is None and any(map(self._needs, host.examples)):
             known = await self._computed(host.examples)
-            host.files.save_references(known)
+            await asyncio.to_thread(host.files.save_references, known)
         if known is not None:
             host.examples[:] = _with(host.examples, known)
         self._is_ready = True

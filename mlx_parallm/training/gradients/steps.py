@@ -20,7 +20,13 @@ from mlx_parallm.training.records import Example, GradientRecord
 from mlx_parallm.training.requests import TrainingOp
 from mlx_parallm.training.settings import GradientSettings, StepChanges
 from mlx_parallm.training.step_forwards import MadeStep, StepForwards, StepLosses, costs_of
-from mlx_parallm.types.errors import ConflictError, InvalidRequestError, ParallmError, StorageError
+from mlx_parallm.types.errors import (
+    ConflictError,
+    InvalidRequestError,
+    NotFiniteError,
+    ParallmError,
+    StorageError,
+)
 from mlx_parallm.types.gradients import GradientResult, TrainingArrays
 from mlx_parallm.types.training import Segment, num_tokens
 from mlx_parallm.worker.training_ops import (
@@ -190,7 +196,7 @@ class GradientSteps:
         # A session that was lost must not be opened here: it would lack the step.
         scores = await scores_now(host, self._validation, host.send)
         if not math.isfinite(scores.loss):
-            raise ConflictError(f"The validation loss of step {record.step} is {scores.loss}.")
+            raise NotFiniteError(f"The validation loss of step {record.step} is {scores.loss}.")
         return replace(record, validation_loss=scores.loss, validation_accuracy=scores.accuracy)
 
     @property
@@ -229,12 +235,12 @@ class GradientSteps:
             (weights,) = await host.ask(op)
             return weights
         if step and step not in self._checkpoints.steps:
-            kept = ", ".join(map(str, [0, *self._checkpoints.steps, host.num_steps]))
+            kept = ", ".join(map(str, sorted({0, *self._checkpoints.steps, host.num_steps})))
             raise InvalidRequestError(
                 f"The parameters after step {step} are not kept; those after steps {kept} are.",
                 param="step",
             )
-        state = self._checkpoints.read(step) if step else None
+        state = await asyncio.to_thread(self._checkpoints.read, step) if step else None
         (weights,) = await host.beside(
             state, Materialise(model=config.model, session="", of_checkpoint=of_checkpoint)
         )

@@ -17,7 +17,7 @@ from mlx_parallm.training.records import Costs, Example, MezoRecord
 from mlx_parallm.training.requests import TrainingOp
 from mlx_parallm.training.settings import AS_SET, MezoSettings, StepChanges
 from mlx_parallm.training.step_forwards import Draw, MadeStep, StepForwards, costs_of
-from mlx_parallm.types.errors import ConflictError, InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError, NotFiniteError
 from mlx_parallm.types.training import Perturbation, Segment, Step
 from mlx_parallm.worker.training_ops import ApplySteps, Materialise, OpenTraining
 
@@ -160,7 +160,7 @@ class MezoSteps:
         estimate = self._estimator.estimate(losses, changes)
         number = self._host.num_steps + 1
         if not estimate.is_finite:
-            raise ConflictError(
+            raise NotFiniteError(
                 f"Step {number} was not made: a loss or its slope is not finite; the "
                 f"losses were {estimate.loss_plus} and {estimate.loss_minus}."
             )
@@ -184,7 +184,7 @@ class MezoSteps:
         return record
 
     def _next_step(self, estimate: Estimate, changes: StepChanges) -> Step:
-        """Return a step as the log has it; raise ConflictError if float32 has no such numbers."""
+        """Return a step as the log has it; raise NotFiniteError if float32 has no such numbers."""
         number, before = self._host.num_steps, self._estimator.mean_square
         try:
             step = self._estimator.step(number, self.seed(changes), estimate, changes)
@@ -194,7 +194,7 @@ class MezoSteps:
         square = self._estimator.mean_square
         if step is None or not math.isfinite(square or 0.0):
             self._estimator.mean_square = before
-            raise ConflictError(
+            raise NotFiniteError(
                 f"Step {number + 1} was not made: it is not finite; its losses were "
                 f"{estimate.loss_plus} and {estimate.loss_minus}."
             )

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlx_parallm.training.records import GradientRecord, SessionConfig, Status, StepRecord
+from mlx_parallm.training.records import Example, GradientRecord, SessionConfig, Status, StepRecord
 from mlx_parallm.training.requests import TrainingRequest
 from mlx_parallm.training.service import TrainingService
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.session_files import STEPS
-from mlx_parallm.training.settings import GradientSettings, StepChanges
+from mlx_parallm.training.settings import AS_SET, GradientSettings, StepChanges
 from mlx_parallm.types.errors import (
     ConflictError,
     EngineDeadError,
@@ -371,6 +371,30 @@ async def test_settings_of_perturbations_are_refused(opened: Open, field: str) -
     session = await begin(opened())
     with pytest.raises(InvalidRequestError, match=f"{field} is one of perturbations"):
         await session.step(changes=StepChanges(**{field: 1}))
+
+
+#: ``OWN_FAULTS``: steps that fail by what their request says, and not by their session.
+OWN_FAULTS: list[tuple[Sequence[Example] | None, StepChanges]] = [
+    (None, AS_SET),
+    (EXAMPLES[:4], StepChanges(seed=1)),
+    (EXAMPLES[:4], StepChanges(epsilon=0.1)),
+    (EXAMPLES[:4], StepChanges(learning_rate=1e300)),
+]
+
+
+@pytest.mark.parametrize(("examples", "changes"), OWN_FAULTS)
+async def test_the_fault_of_one_request_pauses_no_session(
+    opened: Open, examples: Sequence[Example] | None, changes: StepChanges
+) -> None:
+    service = opened()
+    session = await service.create(settings_of(decay_steps=None), [])
+    with pytest.raises(InvalidRequestError) as refused:
+        await service.step(session.config.id, 1, examples, changes)
+    assert refused.value.param == ("batch" if examples is None else refused.value.param)
+    assert isinstance(refused.value, ConflictError) == (changes.learning_rate is not None)
+    assert (session.state.status, session.num_steps) == (Status.READY, 0)
+    await service.step(session.config.id, 1, EXAMPLES[:4])
+    assert session.num_steps == 1
 
 
 async def test_there_is_no_log_and_no_copy(opened: Open) -> None:

@@ -22,7 +22,7 @@ from mlx_parallm.training.service import ASLEEP, MAX_ABORTED, MAX_LOST, Training
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.session_files import LOG, STEPS, SessionFiles, encoded
 from mlx_parallm.training.session_store import SessionLimits
-from mlx_parallm.training.settings import PAPER, MezoSettings, Sides
+from mlx_parallm.training.settings import AS_SET, PAPER, MezoSettings, Sides, StepChanges
 from mlx_parallm.types.errors import (
     ConflictError,
     EngineDeadError,
@@ -752,6 +752,44 @@ async def test_a_batch_of_the_caller_must_suit_the_directions(opened: Open) -> N
     assert len(record.gradients) == 2
     with pytest.raises(InvalidRequestError, match="divided"):
         await session.step(EXAMPLES[:5])
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes"),
+    [
+        (5, AS_SET),
+        (4, StepChanges(learning_rate=1e308)),
+        (None, StepChanges(learning_rate=1e308)),
+        (None, StepChanges(epsilon=1e-300)),
+    ],
+)
+async def test_the_fault_of_one_request_pauses_no_session(
+    opened: Open, rows: int | None, changes: StepChanges
+) -> None:
+    service = opened()
+    estimator = MezoSettings(num_directions=2, splits_batch=True, normalises=False)
+    session = await begin(service, estimator=estimator)
+    examples = None if rows is None else EXAMPLES[:rows]
+    with pytest.raises(InvalidRequestError):
+        await service.step(session.config.id, 1, examples, changes)
+    assert (session.state.status, session.num_steps) == (Status.READY, 0)
+    await service.step(session.config.id, 1, None)
+    assert session.num_steps == 1
+
+
+async def test_reported_losses_without_a_finite_step_can_be_reported_anew(
+    tmp_path: Path, train: WorkerTrain
+) -> None:
+    service = TrainingService(tmp_path / "sessions", train, adapters=FakeAdapters())
+    service.start()
+    session = await begin(service, measure=None, estimator=MezoSettings(normalises=False))
+    await service.ask(session.config.id)
+    with pytest.raises(ConflictError, match="not finite"):
+        await service.tell(session.config.id, lambda copies: [1e300] + [0.0] * (len(copies) - 1))
+    assert session.state.status is Status.READY
+    await service.tell(session.config.id, lambda copies: [1.0] * len(copies))
+    assert session.num_steps == 1
+    await service.stop()
 
 
 async def test_sessions_run_side_by_side(opened: Open) -> None:

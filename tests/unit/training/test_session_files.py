@@ -8,11 +8,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mlx_parallm.training.mezo.log import StepLog
 from mlx_parallm.training.records import MezoRecord, SessionState
-from mlx_parallm.training.session_files import CONFIG, LOG, STEPS, SessionFiles
+from mlx_parallm.training.session_files import CONFIG, FILES, LOG, STATE, STEPS, SessionFiles
+from mlx_parallm.training.start import StartParameters
 from mlx_parallm.types.errors import StorageError
 from mlx_parallm.types.training import Step
 from tests.unit.training.worker_sessions import config_of
@@ -44,6 +46,18 @@ def folder(tmp_path: Path) -> Path:
     for _ in range(NUM_STEPS):
         add_step(files)
     return tmp_path / "mezo_1"
+
+
+def test_every_file_counts_that_grows_with_the_data_or_the_steps(tmp_path: Path) -> None:
+    config = config_of()("mezo_1", 0)
+    start = StartParameters({"a": np.ones((2, 3), np.float32)})
+    folder = tmp_path / "mezo_1"
+    files = SessionFiles.create(folder, config, SessionState(), b"{}\n", start, b"{} \n")
+    files.save_references([(0.5, 0.25)])
+    add_step(files)
+    assert {path.name for path in folder.iterdir()} == set(FILES)
+    counted = sum((folder / name).stat().st_size for name in FILES if name not in (CONFIG, STATE))
+    assert files.num_bytes == SessionFiles.open(folder).num_bytes == counted
 
 
 @pytest.mark.parametrize("name", [LOG, STEPS])

@@ -7,7 +7,7 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.types.errors import ConflictError
+from mlx_parallm.types.errors import NotFiniteError
 from mlx_parallm.types.gradients import OptimiserKind, TrainingArrays
 from mlx_parallm.worker.training_ops import ApplyGradient
 
@@ -38,7 +38,7 @@ class Optimiser:
         """Return the parameters after a step, and the gradient's norm before it was clipped.
 
         Raises:
-            ConflictError: they are not finite; then the moments stay as they were.
+            NotFiniteError: they are not finite; then the moments stay as they were.
         """
         settings = op.settings
         norm = float(np.array(mx.linalg.norm(gradient)))
@@ -57,7 +57,7 @@ class Optimiser:
         is_finite = mx.all(mx.isfinite(theta) & mx.isfinite(first) & mx.isfinite(second))
         mx.eval(theta, first, second, is_finite)
         if not (math.isfinite(norm) and bool(is_finite.item())):
-            raise ConflictError(
+            raise NotFiniteError(
                 f"Step {op.number} was not made: the gradient or the new parameters are not "
                 f"finite (the gradient's norm is {norm})."
             )
