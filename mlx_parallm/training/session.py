@@ -285,14 +285,18 @@ class Session:
             pass
 
     async def wait_for_steps(self, after: int) -> None:
-        """Return once there are more steps than ``after``, or the status has changed.
+        """Return once there are more steps than ``after``, or the status or its reason has changed.
 
         Return at once if the session was deleted.
         """
-        status = self.state.status
-        while not self._is_deleted and self.num_steps <= after and self.state.status is status:
+        before = self._standing
+        while not self._is_deleted and self.num_steps <= after and self._standing == before:
             self._changed.clear()
             await self._changed.wait()
+
+    @property
+    def _standing(self) -> tuple[Status, str | None]:
+        return self.state.status, self.state.reason
 
     def note_deleted(self) -> None:
         """Notify those that wait for steps that there will be no more."""

@@ -28,7 +28,7 @@ def job_object(files: JobFiles, training: TrainingService) -> dict[str, Any]:
         "finished_at": record.finished_at,
         "estimated_finish": _estimated_finish(files, training),
         "status": record.status.value,
-        "reason": record.reason,
+        "reason": _reason(files, training),
         "error": None if record.error is None else asdict(record.error),
         "fine_tuned_model": record.fine_tuned_model,
         "organization_id": "",
@@ -48,6 +48,16 @@ def job_object(files: JobFiles, training: TrainingService) -> dict[str, Any]:
         "step": files.last_step,
         "num_steps": settings.num_steps,
     }
+
+
+def _reason(files: JobFiles, training: TrainingService) -> str | None:
+    """Return why a job makes no steps; None if it makes some, or a request has paused it."""
+    record = files.record
+    is_running = record.status is JobStatus.RUNNING
+    if is_running and training.has(record.session):
+        # Such as the sleep of the server, which pauses sessions and no jobs.
+        return training.get(record.session).state.reason
+    return record.reason
 
 
 def _estimated_finish(files: JobFiles, training: TrainingService) -> int | None:

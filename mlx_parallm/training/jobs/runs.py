@@ -125,6 +125,9 @@ class JobRun:
                     return False
                 await session.wait_for_steps(session.num_steps)
                 self._training.get(session.config.id)
+                # A request may have paused or ended the job, whose session then stays paused.
+                if not self._is_running:
+                    return False
         return True
 
     async def _follow(self, session: Session) -> None:

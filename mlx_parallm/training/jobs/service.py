@@ -191,7 +191,7 @@ class JobService:
     def _unfinished(self, job_id: str) -> JobFiles:
         files = self.get(job_id)
         if files.record.status.has_ended:
-            raise ConflictError(f"The job has {files.record.status} already.")
+            raise ConflictError(f"The job is {files.record.status} already.")
         return files
 
     async def _pause_session(self, files: JobFiles) -> None:

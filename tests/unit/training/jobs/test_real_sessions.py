@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from mlx_parallm.api.fine_tuning.answer import job_object
 from mlx_parallm.training.jobs.files import JobFiles
 from mlx_parallm.training.jobs.records import JobSettings, JobStatus, Method
 from mlx_parallm.training.jobs.service import JobService
 from mlx_parallm.training.requests import TrainingRequest
-from mlx_parallm.training.service import TrainingService
+from mlx_parallm.training.service import ASLEEP, TrainingService
 from mlx_parallm.training.session_store import SessionLimits
 from mlx_parallm.training.settings import GradientSettings
 from mlx_parallm.types.errors import RequestLostError
@@ -31,7 +32,7 @@ SETTINGS = JobSettings(
     owner="o",
     model=MODEL,
     method=Method.SUPERVISED,
-    hyperparameters={"n_epochs": 1, "batch_size": 4},
+    hyperparameters={"n_epochs": 1, "batch_size": 4, "learning_rate_multiplier": 1.0},
     training_file="file-1",
     seed=0,
     num_steps=4,
@@ -206,3 +207,29 @@ async def make_and_delete(jobs: Jobs, count: int) -> None:
         await jobs.service.delete(files.record.id)
     # The worker of the tests remembers what it was asked.
     jobs.train.requests.clear()
+
+
+@pytest.mark.parametrize("acts", [("pause",), ("pause", "resume"), ("cancel",), ("delete",)])
+async def test_a_request_during_a_sleep_lets_the_queue_go_on(
+    tmp_path: Path, acts: tuple[str, ...]
+) -> None:
+    async with running(tmp_path) as jobs:
+        jobs.before = once(ApplyGradient, jobs.training.on_sleep)
+        files, other = await jobs.begin(), await jobs.begin()
+        session = jobs.training.get(files.record.session)
+        while files.last_step == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert session.state.reason == ASLEEP
+        asleep = job_object(files, jobs.training)
+        assert (asleep["status"], asleep["reason"]) == ("running", ASLEEP)
+        for act in acts:
+            done = getattr(jobs.service, act)(files.record.id)
+            if act != "resume":
+                await done
+        jobs.training.on_wake()
+        assert await jobs.resting(other) is JobStatus.SUCCEEDED
+        if acts == ("pause",):
+            assert files.record.status is JobStatus.PAUSED
+            jobs.service.resume(files.record.id)
+        if acts[0] == "pause":
+            assert await jobs.resting(files) is JobStatus.SUCCEEDED
