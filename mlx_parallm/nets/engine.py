@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from typing_extensions import override
 from mlx_parallm.engine.models import ServedEngine
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.engine.turns import SHORT_S, TurnClass
-from mlx_parallm.nets.batch import join, key_of, split
+from mlx_parallm.nets.batch import BatchKey, join, key_of, split
 from mlx_parallm.nets.metrics import NetMetrics
 from mlx_parallm.nets.states import KeptState, SequenceStates, StateLimits
 from mlx_parallm.types.errors import (
@@ -33,7 +33,8 @@ from mlx_parallm.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-#: ``MAX_ROWS``: most rows of a forward, and of a request.
+#: ``MAX_ROWS``: most rows of a request, and most rows multiplied by their times of a forward that
+#: joins several.
 MAX_ROWS = 4096
 #: ``MAX_WAITING``: most rows that wait; a request of more waits alone.
 MAX_WAITING = 1 << 16
@@ -46,11 +47,17 @@ class _Waiting:
     """A request that waits.
 
     Attributes:
+        key: which requests can be in a batch with it.
         arrival_s: by the monotonic clock.
     """
 
     request: NetRequest
+    key: BatchKey
     arrival_s: float
+
+    @property
+    def num_times(self) -> int:
+        return self.key[0] or 1
 
 
 @dataclass(slots=True)
@@ -104,7 +111,8 @@ class NetEngine(ServedEngine):
         self._clock = clock
         self._states = SequenceStates(limits or StateLimits(), clock)
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
-        self._num_rows = 0
+        # The rows that wait, by the key of their requests.
+        self._num_rows: Counter[BatchKey] = Counter()
         self._cost = ForwardCost()
 
     def reset_prefix_cache(self, *, reset_running: bool) -> None:
@@ -115,11 +123,12 @@ class NetEngine(ServedEngine):
     def submit(
         self, request: NetRequest, *, arrival_s: float | None = None
     ) -> Sequence[NetEvent | ErrorEvent]:
-        if self._waiting and self._num_rows + request.num_rows > MAX_WAITING:
+        if self._waiting and self._num_rows.total() + request.num_rows > MAX_WAITING:
             raise OverloadedError("Too many rows wait for this net; try again later.")
         now_s = self._clock() if arrival_s is None else arrival_s
-        self._waiting[request.request_id] = _Waiting(request, now_s)
-        self._num_rows += request.num_rows
+        key = key_of(self._signature.timed_input, request)
+        self._waiting[request.request_id] = _Waiting(request, key, now_s)
+        self._num_rows[key] += request.num_rows
         return ()
 
     @override
@@ -127,7 +136,9 @@ class NetEngine(ServedEngine):
         waiting = self._waiting.pop(request_id, None)
         if waiting is None:
             return False
-        self._num_rows -= waiting.request.num_rows
+        self._num_rows[waiting.key] -= waiting.request.num_rows
+        if not self._num_rows[waiting.key]:
+            del self._num_rows[waiting.key]
         return True
 
     @override
@@ -158,7 +169,9 @@ class NetEngine(ServedEngine):
     @property
     @override
     def predicted_s(self) -> float:
-        return self._cost.seconds(min(self._num_rows, MAX_ROWS))
+        first = next(iter(self._waiting.values()))
+        num_rows = min(self._num_rows[first.key], self._most_rows(first, None))
+        return self._cost.seconds(num_rows, first.num_times)
 
     @property
     @override
@@ -167,9 +180,9 @@ class NetEngine(ServedEngine):
 
     @override
     def step(self, within_s: float | None = None) -> NetEvents | None:
-        """Run one forward for all that waits and fits it; ``within_s`` is not looked at."""
+        """Run one forward for all that waits and fits it."""
         events: NetEvents = []
-        rows = self._take(events)
+        rows = self._take(events, within_s)
         if not rows:
             return events
         requests = [row.request for row in rows]
@@ -181,7 +194,8 @@ class NetEngine(ServedEngine):
             logger.exception("a forward of %d requests failed", len(requests))
             return events + self._fail(requests, StepError(f"{type(cause).__name__}: {cause}"))
         seconds, num_rows = self._clock() - begin_s, sum(each.num_rows for each in requests)
-        self._cost.observe(num_rows, seconds)
+        num_times = key_of(self._signature.timed_input, requests[0])[0] or 1
+        self._cost.observe(num_rows, num_times, seconds)
         self._metrics.on_forward(len(requests), num_rows, seconds)
         parts = split(self._signature, requests, results)
         # One look at the whole batch suffices where all of it is finite.
@@ -194,25 +208,39 @@ class NetEngine(ServedEngine):
         self._metrics.on_states(len(states), states.num_bytes, states.num_dropped)
         return events
 
-    def _take(self, events: NetEvents) -> list[_Row]:
+    def _most_rows(self, first: _Waiting, within_s: float | None) -> int:
+        """Return the most rows of a forward that begins with a request, which it has in any case.
+
+        Others join it as long as it takes no longer than ``within_s``, or than the request alone.
+        """
+        least, num_times = first.request.num_rows, first.num_times
+        most = MAX_ROWS // num_times
+        if within_s is not None:
+            within_s = max(within_s, self._cost.seconds(least, num_times))
+            while most > least and self._cost.seconds(most, num_times) > within_s:
+                most //= 2
+        return max(least, most)
+
+    def _take(self, events: NetEvents, within_s: float | None) -> list[_Row]:
         """Take the requests of the next forward out of the queue, and refuse those that cannot run.
 
         A request waits for the one before it in its sequence.
         """
         rows: list[_Row] = []
-        key, num_rows, timed = None, 0, self._signature.timed_input
+        waiting = list(self._waiting.values())
+        num_rows, most = 0, self._most_rows(waiting[0], within_s)
         taken: set[tuple[str, str]] = set()
-        for waiting in list(self._waiting.values()):
-            if num_rows >= MAX_ROWS:
+        for each in waiting:
+            if num_rows >= most:
                 break
-            request, use = waiting.request, waiting.request.sequence
-            own = key_of(timed, request)
+            request, use = each.request, each.request.sequence
             sequence = None if use is None else (use.owner, use.sequence_id)
             is_next = sequence is None or sequence not in taken
             if sequence is not None:
                 # Later requests of the sequence wait even if this one does.
                 taken.add(sequence)
-            if key not in (None, own) or not is_next or num_rows + request.num_rows > MAX_ROWS:
+            is_alike = each.key == waiting[0].key
+            if not is_alike or not is_next or num_rows + request.num_rows > most:
                 continue
             self.abort(request.request_id)
             try:
@@ -220,7 +248,6 @@ class NetEngine(ServedEngine):
             except ConflictError as refusal:
                 events.append(ErrorEvent(request_id=request.request_id, error=refusal))
                 continue
-            key = own
             num_rows += request.num_rows
             rows.append(_Row(request, kept))
         return rows
@@ -257,7 +284,7 @@ class NetEngine(ServedEngine):
 
 
 class ForwardCost:
-    """Predicts the seconds of a forward by its rows: the least of late ones.
+    """Predicts the seconds of a forward by its rows and times: the least of late ones.
 
     A forward that others delayed, or that compiled, says little about the next one.
     """
@@ -267,19 +294,29 @@ class ForwardCost:
     GROWTH = 1.05
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
+        self._seconds: dict[tuple[int, int], float] = {}
 
-    def seconds(self, num_rows: int) -> float:
-        """Return the seconds for so many rows, by those of the next size seen; inf before any."""
-        bucket = num_rows.bit_length()
-        nearest = min(self._seconds, key=lambda other: abs(other - bucket), default=None)
-        return math.inf if nearest is None else self._seconds[nearest]
+    def seconds(self, num_rows: int, num_times: int) -> float:
+        """Return the most seconds for so many rows of so many times; inf before any forward.
 
-    def observe(self, num_rows: int, seconds: float) -> None:
+        Sizes that were not seen take as long as larger ones at most, and in proportion to smaller
+        ones at most.
+        """
+        rows, times = num_rows.bit_length(), num_times.bit_length()
+        own = self._seconds.get((rows, times))
+        if own is not None:
+            return own
+        bounds = (
+            seconds * 2.0 ** (max(0, rows - seen_rows) + max(0, times - seen_times))
+            for (seen_rows, seen_times), seconds in self._seconds.items()
+        )
+        return min(bounds, default=math.inf)
+
+    def observe(self, num_rows: int, num_times: int, seconds: float) -> None:
         """Learn from a forward."""
-        bucket = num_rows.bit_length()
-        before = self._seconds.get(bucket, math.inf)
-        self._seconds[bucket] = min(seconds, before * self.GROWTH)
+        size = num_rows.bit_length(), num_times.bit_length()
+        before = self._seconds.get(size, math.inf)
+        self._seconds[size] = min(seconds, before * self.GROWTH)
 
 
 def _is_finite(part: NetOutputs) -> bool:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 from prometheus_client import generate_latest
+from typing_extensions import override
 
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import Policies
+from mlx_parallm.engine.turns import SHORT_S, TurnClass, Turns, TurnTaker
 from mlx_parallm.nets.engine import MAX_ROWS, MAX_WAITING, ForwardCost, NetEngine
 from mlx_parallm.nets.metrics import NetMetrics
 from mlx_parallm.nets.states import StateLimits
@@ -24,6 +27,7 @@ from mlx_parallm.types.nets import (
     SequenceUse,
     TensorSpec,
 )
+from mlx_parallm.types.work import Event
 from mlx_parallm.worker.ops import NetBatch, NetOutputs, Unload
 
 SIGNATURE = NetSignature(
@@ -52,8 +56,8 @@ class SumWorker:
 
 
 class Served:
-    def __init__(self, **settings: Any) -> None:
-        self.worker, self.families = SumWorker(), MetricFamilies()
+    def __init__(self, worker: SumWorker | None = None, **settings: Any) -> None:
+        self.worker, self.families = worker or SumWorker(), MetricFamilies()
         self.policies = Policies(model="n")
         self.engine = NetEngine(
             cast("Any", self.worker),
@@ -203,17 +207,103 @@ def test_metrics_count_rows_forwards_and_states() -> None:
         assert line in text
 
 
-def test_costs_are_those_of_the_nearest_size() -> None:
+def test_costs_are_bounded_by_those_of_other_sizes() -> None:
     cost = ForwardCost()
-    assert cost.seconds(1) == float("inf")
-    cost.observe(8, 0.004)
-    assert cost.seconds(1) == 0.004
-    cost.observe(1, 0.001)
-    assert cost.seconds(1) == 0.001
-    cost.observe(1, 0.101)
-    assert 0.001 < cost.seconds(1) < 0.0011
-    cost.observe(1, 0.001)
-    assert cost.seconds(1) == 0.001
+    assert cost.seconds(1, 1) == float("inf")
+    cost.observe(8, 1, 0.004)
+    assert cost.seconds(1, 1) == 0.004
+    cost.observe(1, 1, 0.001)
+    assert cost.seconds(1, 1) == 0.001
+    cost.observe(1, 1, 0.101)
+    assert 0.001 < cost.seconds(1, 1) < 0.0011
+    cost.observe(1, 1, 0.001)
+    assert cost.seconds(1, 1) == 0.001
     for _ in range(20):
-        cost.observe(1, 0.002)
-    assert cost.seconds(1) == 0.002
+        cost.observe(1, 1, 0.002)
+    assert cost.seconds(1, 1) == 0.002
+
+
+def test_costs_of_new_sizes_grow_with_rows_and_times() -> None:
+    cost = ForwardCost()
+    cost.observe(1, 1, 0.001)
+    assert cost.seconds(4, 1) == 0.004
+    assert cost.seconds(1, 4) == 0.004
+    assert cost.seconds(4, 4) == 0.016
+    # Many rows of one time say nothing about one row of many times.
+    cost.observe(4096, 1, 0.002)
+    assert cost.seconds(1, 4096) == 0.001 * 4096
+
+
+class Stream(TurnTaker):
+    """A model that decodes, and counts how often its step in flight was ended for others."""
+
+    turn_class = TurnClass.STREAMS
+
+    def __init__(self) -> None:
+        self.num_settled = 0
+
+    def has_work(self) -> bool:
+        return True
+
+    @property
+    def waiting_since_s(self) -> float:
+        return 0.0
+
+    def step(self, within_s: float | None = None) -> Sequence[Event]:
+        return ()
+
+    def settle(self) -> Sequence[Event]:
+        self.num_settled += 1
+        return ()
+
+
+def timed(step_s: float) -> Served:
+    """Return an engine whose clock moves by a time for each step of a row."""
+    now = [0.0]
+
+    class TimedWorker(SumWorker):
+        @override
+        def execute(self, op: Any) -> Any:
+            rows, times, _ = op.inputs["x"].shape
+            now[0] += step_s * rows * times
+            return super().execute(op)
+
+    return Served(TimedWorker(), clock=lambda: now[0])
+
+
+def test_a_long_chunk_takes_a_turn_though_single_steps_are_short() -> None:
+    served, stream = timed(SHORT_S / 4), Stream()
+    served.ask("first", 1)
+    served.answers()
+    turns = Turns(lambda events: None)
+    served.ask("act", 1)
+    turns.take([stream, served.engine])
+    assert (stream.num_settled, served.engine.has_work()) == (0, False)
+    served.ask("chunk", *range(20, 20 + 4096))
+    assert served.engine.settles_others
+    turns.take([stream, served.engine])
+    assert (stream.num_settled, served.engine.has_work()) == (1, False)
+
+
+def test_joined_chunks_are_bounded_by_rows_times_their_times() -> None:
+    served = Served()
+    for number in range(10):
+        served.ask(str(number), *([1] * (MAX_ROWS // 4)))
+    # A request is computed however long it is.
+    served.ask("long", *([1] * 1000), rows=64)
+    assert len(served.answers()) == 11
+    shapes = [batch.inputs["x"].shape[:2] for batch in served.worker.batches]
+    assert shapes == [(4, 1024), (4, 1024), (2, 1024), (64, 1000)]
+
+
+def test_joined_chunks_are_bounded_by_what_streams_wait_for() -> None:
+    served = timed(0.001)
+    served.ask("first", 1, 1)
+    served.answers()
+    for number in range(8):
+        served.ask(str(number), 1, 1)
+    num_rows: list[int] = []
+    for within_s in (0.0, 0.005, None):
+        served.engine.step(within_s)
+        num_rows.append(len(served.worker.batches[-1].inputs["x"]))
+    assert num_rows == [1, 2, 5]
