@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.adapters.tensors import HostTensor, is_too_large
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list, is_object
 
@@ -192,11 +192,9 @@ def _read_tensor(name: str, entry: dict[str, Any], raw: memoryview, param: str) 
     begin, end = entry["data_offsets"]
     if end - begin != layout.itemsize * math.prod(shape) or len(raw) != end - begin:
         raise _wrong(f"tensor {name[:100]!r} has other bytes than its shape {shape} needs", param)
-    try:
-        array = np.frombuffer(raw, layout).reshape(shape)
-    except ValueError:
-        # A size of 0 allows any others.
-        raise _wrong(f"tensor {name[:100]!r} has sizes that are too large", param) from None
+    if is_too_large(shape):
+        raise _wrong(f"tensor {name[:100]!r} has sizes that are too large", param)
+    array = np.frombuffer(raw, layout).reshape(shape)
     # np.require copies an unaligned array, which some consumers cannot read.
     return HostTensor(np.require(array, requirements="A"), is_bfloat16=dtype == _BFLOAT16)
 

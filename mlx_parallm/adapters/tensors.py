@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ R = TypeVar("R")
 
 # MAX_THREADS: more threads would keep the engine thread from running.
 MAX_THREADS = 4
+# MAX_SIZES: the product of a shape's sizes, those of 0 left out. NumPy refuses more bytes than an
+# address has, even of an array without numbers, and arrays are widened and stacked later on.
+MAX_SIZES = 1 << 40
 # _EXPONENTS: the bits of the exponent; a number with all of them set is infinite or NaN.
 _EXPONENTS: dict[str, int] = {
     "bfloat16": 0x7F80,
@@ -29,6 +33,11 @@ _EXPONENTS: dict[str, int] = {
     "float32": 0x7F80_0000,
     "float64": 0x7FF0_0000_0000_0000,
 }
+
+
+def is_too_large(shape: Sequence[int]) -> bool:
+    """Return True if no array has the shape, though a size of 0 lets it need no bytes."""
+    return math.prod(size for size in shape if size) > MAX_SIZES
 
 
 @dataclass(frozen=True, slots=True, eq=False)

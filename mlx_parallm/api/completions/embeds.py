@@ -11,7 +11,7 @@ import sys
 import numpy as np
 
 from mlx_parallm.adapters.safetensors import read_safetensors
-from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.adapters.tensors import HostTensor, is_too_large
 from mlx_parallm.types.content import digest_of
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.model_input import HostArray, InputKind, ModelInput, Span
@@ -96,7 +96,7 @@ def _read_npy(data: bytes) -> np.ndarray:
     if native not in (np.dtype(np.float32), np.dtype(np.float16)):
         raise _refusal(f"is of {dtype.name[:20]}, not of float32 or float16")
     are_sizes = all(type(size) is int and 0 <= size <= sys.maxsize for size in shape)
-    if not is_right or not are_sizes or len(shape) > MAX_AXES:
+    if not is_right or not are_sizes or len(shape) > MAX_AXES or is_too_large(shape):
         raise _refusal("is no .npy file of numbers: its shape and its length differ")
     order = "F" if is_by_columns else "C"
     array = np.frombuffer(data, dtype, offset=stream.tell()).reshape(shape, order=order)

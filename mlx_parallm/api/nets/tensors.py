@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import base64
 import math
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
 
+from mlx_parallm.adapters.tensors import is_too_large
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list, is_object
 from mlx_parallm.types.nets import ANY, TensorSpec
@@ -89,6 +91,8 @@ def _stacked(values: list[Any], where: str) -> np.ndarray:
     ]
     if len({array.shape for array in arrays}) > 1:
         raise refused(where, "has arrays of different shapes")
+    if arrays[0].ndim == MAX_DIMS:
+        raise refused(where, f"has more than {MAX_DIMS} dimensions")
     return np.stack(arrays)
 
 
@@ -110,12 +114,15 @@ def _of_object(value: dict[str, Any], where: str) -> np.ndarray:
         raise refused(where, f"has more than {MAX_DIMS} dimensions")
     if len(raw) != dtype.itemsize * math.prod(shape):
         raise refused(where, f"has {len(raw)} bytes, which is not what {dtype.name} {shape} takes")
-    try:
-        array = np.frombuffer(raw, dtype).reshape(shape)
-    except (ValueError, OverflowError):
-        # A size of 0 allows any others.
-        raise refused(where, "has sizes that are too large") from None
+    check_sizes(shape, where)
+    array = np.frombuffer(raw, dtype).reshape(shape)
     return checked_booleans(array, where).astype(dtype.newbyteorder("="), copy=False)
+
+
+def check_sizes(shape: Sequence[int], where: str) -> None:
+    """Raise InvalidRequestError if no array has the shape that a client gives."""
+    if is_too_large(shape):
+        raise refused(where, "has sizes that are too large")
 
 
 def checked_booleans(array: np.ndarray, where: str) -> np.ndarray:

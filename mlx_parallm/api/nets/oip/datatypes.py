@@ -12,7 +12,13 @@ import numpy as np
 
 from mlx_parallm.api.nets.oip.body import HEADER_LENGTH
 from mlx_parallm.api.nets.oip.schema import InferInput
-from mlx_parallm.api.nets.tensors import BFLOAT16, checked_booleans, decoded, refused
+from mlx_parallm.api.nets.tensors import (
+    BFLOAT16,
+    check_sizes,
+    checked_booleans,
+    decoded,
+    refused,
+)
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.nets import TensorSpec
 
@@ -59,6 +65,7 @@ def read_inputs(
     place = 0
     for tensor in inputs:
         where = f"{INPUTS}.{tensor.name[:MAX_NAME_CHARS]}"
+        check_sizes(tensor.shape, where)
         if tensor.name in arrays:
             raise refused(where, "occurs twice")
         dtype = _dtype(tensor, known.get(tensor.name), where)

@@ -95,6 +95,7 @@ GOOD = json_numpy(np.zeros((2, 3), np.float32))
         (GOOD | {"__numpy__": [1]}, "not base64"),
         ([GOOD, json_numpy(np.zeros(3))], "different shapes"),
         ([GOOD, 1], "object"),
+        ([GOOD | {"shape": [1] * 62 + [2, 3]}] * 2, "dimensions"),
         (json_numpy(np.zeros(3)) | {"dtype": "|b1", "shape": [24]}, None),
         (json_numpy(np.full(3, 7, np.uint8)) | {"dtype": "|b1"}, "neither 0 nor 1"),
     ],
