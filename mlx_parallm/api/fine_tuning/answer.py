@@ -88,9 +88,20 @@ def event_object(job_id: str, event: JobEvent) -> dict[str, Any]:
     }
 
 
-def event_id(job_id: str, number: int) -> str:
+def event_id(job_id: str, number: int | str) -> str:
     """Return the id of a job's event."""
     return f"ftevent-{job_id.removeprefix('ftjob-')}-{number}"
+
+
+def event_page(files: JobFiles, *, after: str | None, limit: int) -> dict[str, Any]:
+    """Return a page of a job's events, newest first; see ``page``."""
+    job_id = files.record.id
+    number = (after or "").removeprefix(event_id(job_id, ""))
+    is_known = len(number) < 20 and number.isdecimal() and after == event_id(job_id, int(number))
+    end = min(int(number), files.num_events) if is_known else files.num_events
+    events = files.events(max(0, end - limit), end)
+    objects = [event_object(job_id, event) for event in reversed(events)]
+    return _listed(objects, has_more=end > limit)
 
 
 def checkpoint_object(job_id: str, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -121,11 +132,15 @@ def page(items: Sequence[dict[str, Any]], *, after: str | None, limit: int) -> d
     """Return a page of objects after the one with this id; all follow an id that none has."""
     ids = [item["id"] for item in items]
     begin = ids.index(after) + 1 if after in ids else 0
-    data = list(items[begin : begin + limit])
+    return _listed(items[begin : begin + limit], has_more=begin + limit < len(items))
+
+
+def _listed(data: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """Return a page of these objects."""
     return {
         "object": "list",
-        "data": data,
-        "has_more": begin + limit < len(items),
+        "data": list(data),
+        "has_more": has_more,
         "first_id": data[0]["id"] if data else None,
         "last_id": data[-1]["id"] if data else None,
     }

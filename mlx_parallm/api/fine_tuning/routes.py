@@ -8,7 +8,7 @@ from fastapi import Depends, Query, Request
 
 from mlx_parallm.api.fine_tuning.answer import (
     checkpoint_object,
-    event_object,
+    event_page,
     job_object,
     page,
 )
@@ -88,9 +88,7 @@ async def list_events(
     job_id: str, jobs: JobsDep, after: After = None, limit: Limit = 20
 ) -> dict[str, Any]:
     """List what happened to a job, newest first."""
-    events = jobs.get(job_id).events()
-    objects = [event_object(job_id, event) for event in reversed(events)]
-    return page(objects, after=after, limit=limit)
+    return event_page(jobs.get(job_id), after=after, limit=limit)
 
 
 @routes.get("/v1/fine_tuning/jobs/{job_id}/checkpoints")

@@ -32,7 +32,6 @@ class JobFiles:
 
     Attributes:
         record: as it was saved last.
-        num_events: how many events there are.
         last_step: the latest step that has an event; 0 before the first.
     """
 
@@ -40,10 +39,11 @@ class JobFiles:
         """Open the folder of a job that was created."""
         self.record = record
         self._folder = folder
-        self.num_events = self.last_step = 0
+        self.last_step = 0
         self._events = AppendedFile.opened(folder / EVENTS)
-        for event in self.events():
-            self._count(event)
+        # Where each event begins.
+        self._begins: list[int] = []
+        self._settle()
         self._checkpoints = {each.step: each for each in _checkpoints(folder / CHECKPOINTS)}
         self._adapter_bytes = {
             step: _num_bytes(self.folder_of(each)) for step, each in self._checkpoints.items()
@@ -79,22 +79,32 @@ class JobFiles:
                     logger.warning("the job %s cannot be read: %s", folder.name, problem)
         return jobs
 
-    def events(self) -> list[JobEvent]:
-        """Return its events, oldest first, up to one that a crash has cut off."""
-        events: list[JobEvent] = []
-        size = 0
+    def _settle(self) -> None:
+        """Count the events, and cut what is behind the last whole one."""
+        begin = 0
         with disk.storage_errors():
             for line in self._events.read().splitlines(keepends=True):
-                try:
-                    event = as_record(json.loads(line), JobEvent)
-                except (ValueError, TypeError):
-                    event = None
-                if event is None or not line.endswith(b"\n"):
-                    self._events.cut(size)
-                    break
-                size += len(line)
-                events.append(event)
-        return events
+                event = _whole_event(line)
+                if event is None:
+                    self._events.cut(begin)
+                    return
+                self._count(event, begin)
+                begin += len(line)
+
+    @property
+    def num_events(self) -> int:
+        """The number of its events."""
+        return len(self._begins)
+
+    def events(self, begin: int = 0, end: int | None = None) -> list[JobEvent]:
+        """Return its events from one number to before another, by default all, oldest first."""
+        end = self.num_events if end is None else min(end, self.num_events)
+        if begin >= end:
+            return []
+        stop = self._begins[end] if end < self.num_events else self._events.size
+        with disk.storage_errors():
+            content = self._events.read(self._begins[begin], stop)
+        return [as_record(json.loads(line), JobEvent) for line in content.splitlines()]
 
     @property
     def num_bytes(self) -> int:
@@ -103,8 +113,9 @@ class JobFiles:
 
     @property
     def checkpoints(self) -> Sequence[Checkpoint]:
-        """Its checkpoints, oldest first."""
-        return [self._checkpoints[step] for step in sorted(self._checkpoints)]
+        """Its checkpoints that are served, oldest first."""
+        every = [self._checkpoints[step] for step in sorted(self._checkpoints)]
+        return [checkpoint for checkpoint in every if checkpoint.is_served]
 
     def has_checkpoint(self, step: int) -> bool:
         """True if there is a checkpoint of this step."""
@@ -128,12 +139,13 @@ class JobFiles:
     def append(self, event: JobEvent) -> None:
         """Add an event."""
         line = dumped(event).encode() + b"\n"
+        begin = self._events.size
         with disk.storage_errors():
             self._events.append(line)
-        self._count(event)
+        self._count(event, begin)
 
-    def _count(self, event: JobEvent) -> None:
-        self.num_events += 1
+    def _count(self, event: JobEvent, begin: int) -> None:
+        self._begins.append(begin)
         self.last_step = max(self.last_step, event.data.get("step", 0))
 
     def put_checkpoint(self, checkpoint: Checkpoint, adapter: Mapping[str, bytes]) -> Path:
@@ -144,16 +156,38 @@ class JobFiles:
         for name, content in adapter.items():
             disk.replace(folder / name, content)
         # The record comes last: without it there is no checkpoint.
-        disk.replace_json(folder / CHECKPOINT, checkpoint)
-        self._checkpoints[checkpoint.step] = checkpoint
+        self._save_checkpoint(checkpoint)
         self._adapter_bytes[checkpoint.step] = _num_bytes(folder)
         return folder
 
+    def _save_checkpoint(self, checkpoint: Checkpoint) -> None:
+        disk.replace_json(self.folder_of(checkpoint) / CHECKPOINT, checkpoint)
+        self._checkpoints[checkpoint.step] = checkpoint
+
     def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Remove a checkpoint with its files."""
+        """Remove a checkpoint, with its files unless the result needs them."""
+        if self.record.result_step == checkpoint.step:
+            self._save_checkpoint(replace(checkpoint, is_served=False))
+            return
         self._checkpoints.pop(checkpoint.step, None)
         self._adapter_bytes.pop(checkpoint.step, None)
         shutil.rmtree(self.folder_of(checkpoint), ignore_errors=True)
+
+    def set_result(self, step: int | None, **changes: Any) -> None:
+        """Keep the files of this step's checkpoint for the result; remove those it had alone.
+
+        ``changes``: other fields of the record.
+        """
+        self.save(result_step=step, **changes)
+        for checkpoint in list(self._checkpoints.values()):
+            if not checkpoint.is_served:
+                self.drop_checkpoint(checkpoint)
+
+    @property
+    def result_folder(self) -> Path | None:
+        """The folder of the result's adapter; None without a result."""
+        step = self.record.result_step
+        return self.folder_of(self._checkpoints[step]) if step in self._checkpoints else None
 
     def folder_of(self, checkpoint: Checkpoint) -> Path:
         """Return the folder of a checkpoint's adapter."""
@@ -165,6 +199,15 @@ class JobFiles:
         with contextlib.suppress(OSError):
             (self._folder / JOB).unlink()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _whole_event(line: bytes) -> JobEvent | None:
+    """Return the event of a line; None if a crash has cut it off."""
+    try:
+        event = as_record(json.loads(line), JobEvent)
+    except (ValueError, TypeError):
+        return None
+    return event if line.endswith(b"\n") else None
 
 
 def _num_bytes(folder: Path) -> int:

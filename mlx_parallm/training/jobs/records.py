@@ -104,6 +104,7 @@ class JobRecord:
         finished_at: when it ended.
         trained_tokens: tokens that were trained on, all epochs together; None before it succeeded.
         fine_tuned_model: the name of the result; None before it succeeded.
+        result_step: the step of the checkpoint that the result is; None before it was chosen.
         result_files: ids of files with figures of the steps.
     """
 
@@ -117,6 +118,7 @@ class JobRecord:
     finished_at: int | None = None
     trained_tokens: int | None = None
     fine_tuned_model: str | None = None
+    result_step: int | None = None
     result_files: tuple[str, ...] = ()
 
 
@@ -141,16 +143,18 @@ class JobEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A state of a job's adapter that is served.
+    """A state of a job's adapter.
 
     Attributes:
         step: how many steps it had made.
         created_at: Unix seconds.
         name: of the served adapter.
         metrics: of its latest step, and of the validation.
+        is_served: False once it was deleted, while the result needs its files.
     """
 
     step: int
     created_at: int
     name: str
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    is_served: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import csv
 import io
@@ -24,13 +25,17 @@ KEPT = 3
 BEST_BY = "valid_loss"
 #: ``OPENAI_NAMES``: of facts about a step.
 OPENAI_NAMES = {"accuracies": "accuracy", "margins": "margin"}
+# CHUNK: events that are read at a time where all are read.
+CHUNK = 1000
 RESULT_FIELDS: Sequence[str] = (
     "step",
     "train_loss",
     "train_accuracy",
+    "train_margin",
     "valid_loss",
     "valid_accuracy",
     "learning_rate",
+    "tokens",
     "tokens_per_s",
 )
 
@@ -179,13 +184,15 @@ class JobRun:
         if best is None:
             raise ConflictError("The job has made no step.")
         name = model_name(files)
+        files.set_result(best.step)
         await self._served.keep(name, record.settings.model, files.folder_of(best))
-        figures = _by_step(files.events())
+        figures = await self._figures()
         result = await self._write_result(
             record.settings.owner, f"{record.id}.csv", _table(figures)
         )
         if not self._is_running:
             await self._served.forget_kept(name)
+            files.set_result(None)
             return
         files.save(
             status=JobStatus.SUCCEEDED,
@@ -195,6 +202,15 @@ class JobRun:
             result_files=(result,),
         )
         self.tell(f"The job has succeeded: {name} is the state after step {best.step}.")
+
+    async def _figures(self) -> list[Mapping[str, Any]]:
+        """Return the figures of each step; other work goes on meanwhile."""
+        figures: list[Mapping[str, Any]] = []
+        for begin in range(0, self._files.num_events, CHUNK):
+            events = self._files.events(begin, begin + CHUNK)
+            figures += [event.data for event in events if event.data]
+            await asyncio.sleep(0)
+        return figures
 
     def pause(self, reason: str) -> None:
         """Note that the server has paused the job."""
@@ -248,11 +264,6 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         "tokens": record.tokens,
         "tokens_per_s": record.tokens / record.seconds if record.seconds else 0.0,
     }
-
-
-def _by_step(events: Sequence[JobEvent]) -> list[Mapping[str, Any]]:
-    """Return the figures of each step."""
-    return [event.data for event in events if event.data]
 
 
 def _table(figures: Sequence[Mapping[str, Any]]) -> bytes:

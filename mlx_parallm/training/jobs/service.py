@@ -18,7 +18,7 @@ from mlx_parallm.training.jobs.records import (
     JobSettings,
     JobStatus,
 )
-from mlx_parallm.training.jobs.runs import JobRun, ServedFolders, WriteResult, best_checkpoint
+from mlx_parallm.training.jobs.runs import JobRun, ServedFolders, WriteResult
 from mlx_parallm.training.service import ENDING, RETRY_S, TEMPORARY, TrainingService
 from mlx_parallm.types.errors import (
     ConflictError,
@@ -179,7 +179,7 @@ class JobService:
 
     def _drop(self, files: JobFiles, name: str) -> None:
         if files.record.fine_tuned_model == name:
-            files.save(fine_tuned_model=None)
+            files.set_result(None, fine_tuned_model=None)
         for checkpoint in files.checkpoints:
             if checkpoint.name == name:
                 files.drop_checkpoint(checkpoint)
@@ -216,13 +216,11 @@ class JobService:
 
     async def _serve(self, files: JobFiles) -> None:
         """Serve what a job has made in an earlier process."""
-        served = [(each.name, each) for each in files.checkpoints]
-        result = files.record.fine_tuned_model
-        best = best_checkpoint(files)
-        if result is not None and best is not None:
-            served.append((result, best))
-        for name, checkpoint in served:
-            folder = files.folder_of(checkpoint)
+        served = [(each.name, files.folder_of(each)) for each in files.checkpoints]
+        result, folder = files.record.fine_tuned_model, files.result_folder
+        if result is not None and folder is not None:
+            served.append((result, folder))
+        for name, folder in served:
             await self._served.keep(name, files.record.settings.model, folder, loads=False)
 
     def _next(self) -> JobFiles | None:

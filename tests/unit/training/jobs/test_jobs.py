@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from safetensors.numpy import load_file
 
+from mlx_parallm.api.fine_tuning.answer import event_page
 from mlx_parallm.training.jobs.files import JobFiles
 from mlx_parallm.training.jobs.records import JobSettings, JobStatus, Method
 from mlx_parallm.training.jobs.runs import KEPT, model_name
@@ -118,8 +119,10 @@ async def test_a_job_runs_to_its_end(jobs: Jobs) -> None:
     ((owner, filename, content),) = jobs.results
     assert (owner, filename) == ("o", f"{record.id}.csv")
     lines = content.decode().splitlines()
-    assert lines[0].startswith("step,train_loss,train_accuracy,valid_loss")
+    assert lines[0].startswith("step,train_loss,train_accuracy,train_margin,valid_loss")
     assert len(lines) == 7
+    assert lines[0].split(",")[-2:] == ["tokens", "tokens_per_s"]
+    assert lines[1].split(",")[-2] == "8"
 
 
 @with_jobs
@@ -273,3 +276,76 @@ async def test_a_deleted_model_is_served_no_more(jobs: Jobs) -> None:
     assert [each.step for each in files.checkpoints] == [4, 6]
     with pytest.raises(NotFoundError):
         await jobs.service.delete_model(name)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("deletes", ["checkpoint first", "result first", "while it is written"])
+def test_result_and_checkpoint_of_one_step_do_without_each_other(
+    tmp_path: Path, deletes: str, *, restarts: bool
+) -> None:
+    @with_jobs
+    async def check(jobs: Jobs) -> None:
+        files = jobs.begin()
+        # The result is not what the checkpoints that are left would make it.
+        jobs.training.get("s").valid_losses = {2: 0.9, 4: 0.1, 6: 0.5}
+        result = model_name(files)
+        checkpoint = f"{result}:ckpt-step-4"
+        names = [result, checkpoint] if deletes == "result first" else [checkpoint, result]
+        if deletes == "while it is written":
+            jobs.served.gate = asyncio.Event()
+            await until(lambda: jobs.served.waiting == [f"{result}:ckpt-step-2"])
+            while jobs.served.waiting != [result]:
+                jobs.served.gate.set()
+                jobs.served.gate.clear()
+                await asyncio.sleep(0)
+            await jobs.service.delete_model(names.pop(0))
+            jobs.served.gate.set()
+            await ended(jobs, files)
+        else:
+            await ended(jobs, files)
+            await jobs.service.delete_model(names.pop(0))
+        if restarts:
+            await jobs.restart()
+            files = jobs.service.get(files.record.id)
+            await until(lambda: names[0] in jobs.served.folders)
+        (name,) = names
+        assert {result, checkpoint} & set(jobs.served.folders) == {name}
+        folder = jobs.served.folders[name]
+        factors = load_file(folder / "adapters.safetensors")
+        assert {float(each.max()) for each in factors.values()} == {4.0}
+        await jobs.service.delete_model(name)
+        assert not folder.exists()
+        assert [each.step for each in files.checkpoints] == [2, 6]
+
+    check(tmp_path)
+
+
+@with_jobs
+async def test_pages_of_events_read_no_others(jobs: Jobs) -> None:
+    files = jobs.begin()
+    await ended(jobs, files)
+    page = event_page(files, after=None, limit=4)
+    events = list(page["data"])
+    while page["has_more"]:
+        page = event_page(files, after=page["last_id"], limit=4)
+        events += page["data"]
+    after = page["last_id"]
+    numbers = [int(each["id"].rpartition("-")[2]) for each in events]
+    assert numbers == list(reversed(range(files.num_events)))
+    path = jobs.folder / files.record.id / "events.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(
+        b"".join(b"x" * (len(line) - 1) + b"\n" for line in lines[:-4]) + b"".join(lines[-4:])
+    )
+    assert len(event_page(files, after=None, limit=4)["data"]) == 4
+    for unknown in (
+        "",
+        f"{page['first_id']}{'9' * 5000}",
+        "ftevent-other-1",
+        f"{page['first_id']}0",
+        "ftevent-",
+        "²",
+    ):
+        assert event_page(files, after=unknown, limit=1)["data"][0]["message"].startswith("The job")
+    empty = event_page(files, after=after, limit=4)
+    assert (empty["data"], empty["has_more"], empty["last_id"]) == ([], False, None)
