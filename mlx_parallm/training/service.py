@@ -185,9 +185,7 @@ class TrainingService(Watcher):
         """
         session = self._measuring(session_id)
         if examples is None and not session.examples:
-            raise InvalidRequestError(
-                "The session has no data, and this step no rows.", param="batch"
-            )
+            raise InvalidRequestError("The session and this step have no rows.", param="batch")
         is_own = examples is not None or changes != AS_SET
         made: list[MadeStep] = []
         for _ in range(num_steps):

@@ -125,7 +125,7 @@ class StepChanges:
     Attributes:
         seed: draws its directions.
         epsilon: the size of its perturbation.
-        learning_rate: in place of the session's at this step. Weight decay goes on by the
+        learning_rate: in place of the session's at this step. MeZO's weight decay goes on by the
             session's, because the log does not have it.
     """
 

@@ -259,11 +259,16 @@ def describe(problems: Sequence[Mapping[str, Any]]) -> str:
     lines: list[str] = []
     for problem in problems[:MAX_PROBLEMS]:
         where = path_of(problem["loc"][1:])
-        text = f"{where}: {problem['msg']}" if where else str(problem["msg"])
-        lines.append(text[:MAX_PROBLEM_CHARS])
+        what = message_of(problem)
+        lines.append((f"{where}: {what}" if where else what)[:MAX_PROBLEM_CHARS])
     if len(problems) > MAX_PROBLEMS:
         lines.append(f"and {len(problems) - MAX_PROBLEMS} more")
     return "; ".join(lines)
+
+
+def message_of(problem: Mapping[str, Any]) -> str:
+    """Return what pydantic says of a problem, without its mark of a validator's own message."""
+    return str(problem["msg"]).removeprefix("Value error, ")
 
 
 def path_of(location: Sequence[int | str]) -> str:

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from mlx_parallm.api.chat.schema import ChatMessage, turns_of
+from mlx_parallm.api.mezo.rows import says_nothing
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.types.errors import InvalidRequestError
@@ -60,7 +61,21 @@ def conversation_input(
 
 
 def _weight(message: ChatMessage, number: int) -> float:
-    """Return how much a message counts; 0 for those that the model reads."""
+    """Return how much a message counts; 0 for those that the model reads.
+
+    Raises:
+        InvalidRequestError: the weight is none, or the message to be learnt says nothing.
+    """
+    weight = _own_weight(message, number)
+    if weight and says_nothing(message):
+        raise InvalidRequestError(
+            f"messages[{number}].content is empty, and there are no tool calls: only the end would "
+            "be learnt. Its weight may be 0"
+        )
+    return weight
+
+
+def _own_weight(message: ChatMessage, number: int) -> float:
     weight = (message.model_extra or {}).get("weight")
     if message.role != ASSISTANT:
         if weight is not None:

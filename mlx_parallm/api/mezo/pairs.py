@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from typing import Any
 
 from mlx_parallm.api.chat.schema import turns_of
@@ -105,16 +105,43 @@ def _check_different(first: object, second: object) -> None:
 
 
 def _texts(row: PairRow) -> tuple[str | Turns, str | Turns]:
-    """Return both texts of a pair with its prompt, or both conversations."""
+    """Return both texts of a pair with its prompt, or both conversations; see ``_conversation``."""
     assert row.chosen is not None, "the row was checked"
     assert row.rejected is not None, "the row was checked"
     _check_different(row.chosen, row.rejected)
     every = (row.prompt, row.chosen, row.rejected)
     if all(isinstance(text, str) or text is None for text in every):
         return f"{row.prompt or ''}{row.chosen}", f"{row.prompt or ''}{row.rejected}"
-    before = [] if row.prompt is None else _turns(row.prompt, "user")
-    chosen, rejected = _turns(row.chosen, "assistant"), _turns(row.rejected, "assistant")
-    return [*before, *chosen], [*before, *rejected]
+    return (
+        _conversation(row.prompt, "chosen", row.chosen),
+        _conversation(row.prompt, "rejected", row.rejected),
+    )
+
+
+def _conversation(prompt: Said | None, name: str, answer: Said) -> Turns:
+    """Return an answer behind its prompt, which the answer may begin with already, as TRL writes.
+
+    Raises:
+        InvalidRequestError: it begins with other turns than a prompt that is a text.
+    """
+    before, turns = _turns(prompt or [], "user"), _turns(answer, "assistant")
+    # The prompt may leave out a system prompt that the whole conversation has.
+    own = list(dropwhile(_is_system, turns)) if not any(map(_is_system, before)) else turns
+    if before and list(map(_trimmed, own[: len(before)])) == list(map(_trimmed, before)):
+        return turns
+    if before and isinstance(prompt, str) and turns[0]["role"] != "assistant":
+        raise InvalidRequestError(
+            f"{name} begins neither with a user's turn that is the prompt nor with an assistant's"
+        )
+    return [*before, *turns]
+
+
+def _is_system(turn: dict[str, object]) -> bool:
+    return turn["role"] == "system"
+
+
+def _trimmed(turn: dict[str, object]) -> dict[str, object]:
+    return turn | {"content": str(turn["content"]).strip()}
 
 
 def _turns(text: Said, role: str) -> Turns:

@@ -96,6 +96,8 @@ class Row(AtPlace):
         )
 
 
+# OTHER_CONTENTS: what an assistant may say in place of a text.
+OTHER_CONTENTS = ("tool_calls", "function_call", "reasoning_content", "reasoning")
 Said = StrictStr | Annotated[list[ChatMessage], Field(min_length=1)]
 
 
@@ -112,7 +114,9 @@ class PairRow(AtPlace):
     """Two ways to answer, of which the first is preferred; as TRL and OpenAI write them."""
 
     prompt: Said | None = Field(
-        None, description="Text or messages before both; by default both begin with it."
+        None,
+        description="Text or messages before both; by default both begin with it. It counts once "
+        "if whole conversations repeat it.",
     )
     chosen: Said | None = Field(None, description="Text or messages that are preferred.")
     rejected: Said | None = Field(None, description="Text or messages that are not.")
@@ -143,6 +147,15 @@ class PairRow(AtPlace):
         return self
 
 
+def says_nothing(message: ChatMessage) -> bool:
+    """True if a template writes nothing of a message but its beginning and end."""
+    parts = message.content if isinstance(message.content, list) else []
+    texts = [message.content, *(part.get(kind) for part in parts for kind in ("text", "refusal"))]
+    extra = message.model_extra or {}
+    is_silent = not any(isinstance(text, str) and text.strip() for text in texts)
+    return is_silent and not any(map(extra.get, OTHER_CONTENTS))
+
+
 def _check_answer(name: str, answer: Said) -> None:
     """Raise ValueError if the assistant says nothing at the end of an answer."""
     if isinstance(answer, str):
@@ -150,8 +163,7 @@ def _check_answer(name: str, answer: Said) -> None:
     elif answer[-1].role != "assistant":
         raise ValueError(f"{name} needs an assistant's turn at its end")
     else:
-        calls = (answer[-1].model_extra or {}).get("tool_calls")
-        is_empty = not (answer[-1].content or calls)
+        is_empty = says_nothing(answer[-1])
     if is_empty:
         raise ValueError(f"{name} cannot be empty")
 

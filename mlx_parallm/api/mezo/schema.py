@@ -369,7 +369,9 @@ class MakeSteps(Strict):
         None, gt=0, description="Size of the perturbation; the session's by default."
     )
     learning_rate: Finite | None = Field(
-        None, ge=0, description="In place of the session's, which weight decay still goes by."
+        None,
+        ge=0,
+        description="In place of the session's; weight decay of MeZO still goes by the session's.",
     )
     return_losses: StrictBool = Field(
         False, description="Return the loss of each example at each perturbed copy."

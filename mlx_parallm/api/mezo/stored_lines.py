@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from mlx_parallm.api.http.errors import path_of
+from mlx_parallm.api.http.errors import message_of, path_of
 from mlx_parallm.api.mezo.rows import MAX_ROWS
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
@@ -88,8 +88,8 @@ def parsed_lines(
             items.append(read(json.loads(line), number))
         except ValidationError as problem:
             first = problem.errors(include_url=False)[0]
-            field = path_of(first["loc"])
-            why = f"{field}: {first['msg']}" if field else first["msg"]
+            field, what = path_of(first["loc"]), message_of(first)
+            why = f"{field}: {what}" if field else what
             raise _bad_line(number, why, param) from None
         except InvalidRequestError as problem:
             raise _bad_line(number, str(problem), param) from None

@@ -123,7 +123,7 @@ class GradientSteps:
 
     async def step(self, examples: Sequence[Example] | None, changes: StepChanges) -> MadeStep:
         """See ``Estimation``; raise as ``Session.step`` does."""
-        _check_changes(changes)
+        _check_changes(changes, self._settings)
         host, number = self._host, self._host.num_steps + 1
         info = await host.opened()
         rate = self._settings.rate(number - 1)
@@ -298,8 +298,13 @@ class GradientSteps:
         self._checkpoints.prune(() if self.best is None else (self.best,))
 
 
-def _check_changes(changes: StepChanges) -> None:
-    """Raise InvalidRequestError for settings of perturbations."""
+def _check_changes(changes: StepChanges, settings: GradientSettings) -> None:
+    """Raise InvalidRequestError for settings of perturbations, or a rate that decays too much."""
+    if (changes.learning_rate or 0.0) * settings.weight_decay > 1:
+        raise InvalidRequestError(
+            "learning_rate: times the session's weight_decay it can be at most 1.",
+            param="learning_rate",
+        )
     for field in ("seed", "epsilon"):
         if getattr(changes, field) is not None:
             raise InvalidRequestError(

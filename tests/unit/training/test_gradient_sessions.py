@@ -373,25 +373,26 @@ async def test_settings_of_perturbations_are_refused(opened: Open, field: str) -
         await session.step(changes=StepChanges(**{field: 1}))
 
 
-#: ``OWN_FAULTS``: steps that fail by what their request says, and not by their session.
-OWN_FAULTS: list[tuple[Sequence[Example] | None, StepChanges]] = [
-    (None, AS_SET),
-    (EXAMPLES[:4], StepChanges(seed=1)),
-    (EXAMPLES[:4], StepChanges(epsilon=0.1)),
-    (EXAMPLES[:4], StepChanges(learning_rate=1e300)),
+#: ``OWN_FAULTS``: steps that fail by what their request says; the field, if it is one alone.
+OWN_FAULTS: list[tuple[Sequence[Example] | None, StepChanges, str | None]] = [
+    (None, AS_SET, "batch"),
+    (EXAMPLES[:4], StepChanges(seed=1), "seed"),
+    (EXAMPLES[:4], StepChanges(epsilon=0.1), "epsilon"),
+    (EXAMPLES[:4], StepChanges(learning_rate=101.0), "learning_rate"),
+    (EXAMPLES[:4], StepChanges(learning_rate=1e300), None),
 ]
 
 
-@pytest.mark.parametrize(("examples", "changes"), OWN_FAULTS)
+@pytest.mark.parametrize(("examples", "changes", "param"), OWN_FAULTS)
 async def test_the_fault_of_one_request_pauses_no_session(
-    opened: Open, examples: Sequence[Example] | None, changes: StepChanges
+    opened: Open, examples: Sequence[Example] | None, changes: StepChanges, param: str | None
 ) -> None:
-    service = opened()
-    session = await service.create(settings_of(decay_steps=None), [])
+    service, decay = opened(), 0.01 if param is not None else 0.0
+    session = await service.create(settings_of(weight_decay=decay), [])
     with pytest.raises(InvalidRequestError) as refused:
         await service.step(session.config.id, 1, examples, changes)
-    assert refused.value.param == ("batch" if examples is None else refused.value.param)
-    assert isinstance(refused.value, ConflictError) == (changes.learning_rate is not None)
+    assert refused.value.param == param
+    assert isinstance(refused.value, ConflictError) == (param is None)
     assert (session.state.status, session.num_steps) == (Status.READY, 0)
     await service.step(session.config.id, 1, EXAMPLES[:4])
     assert session.num_steps == 1

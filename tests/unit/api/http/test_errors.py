@@ -8,9 +8,11 @@ from typing import Any
 
 import httpx2
 import pytest
+from pydantic import ValidationError
 
 from mlx_parallm.api.files.service import line_response
 from mlx_parallm.api.http.errors import body_of, describe, response_of, status_of
+from mlx_parallm.api.mezo.rows import PairRow
 from mlx_parallm.batch_jobs.run import TRY_LATER
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.types import errors
@@ -44,7 +46,7 @@ def test_a_callers_fault_is_4xx_and_ours_is_not(cls: type[errors.ParallmError]) 
     # Clients of OpenAI send these again by themselves: right only for a body that came too slowly.
     # The SDK repeats these. A conflict has changed nothing, so that repeating it does no harm.
     assert http != 408 or cls is errors.RequestTimeoutError
-    assert http != 409 or cls is errors.ConflictError
+    assert http != 409 or issubclass(cls, errors.ConflictError)
     assert http != 422
 
 
@@ -171,3 +173,9 @@ async def test_what_is_wrong_with_a_body_is_said(
 def test_the_echo_of_a_bad_body_is_bounded() -> None:
     problems = [{"loc": ("body", "x" * 9999), "msg": "y" * 9999, "type": "t"}] * 50
     assert len(describe(problems)) < 1200
+
+
+def test_a_validators_own_message_is_said_as_it_is() -> None:
+    with pytest.raises(ValidationError) as refused:
+        PairRow.model_validate({"chosen": "", "rejected": "Later."})
+    assert describe(refused.value.errors()) == "chosen cannot be empty"

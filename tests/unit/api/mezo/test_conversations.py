@@ -160,6 +160,16 @@ def test_conversations_that_teach_nothing_are_refused(
         conversation_input(messages_of(turns, weights), None, model_of(TEMPLATES["plain"]))
 
 
+@pytest.mark.parametrize("content", ["", None, " \n", [], [{"type": "text", "text": ""}]], ids=str)
+def test_a_turn_that_says_nothing_is_learnt_by_nobody(content: Any) -> None:
+    model, turns = model_of(TEMPLATES["plain"]), messages_of(TURNS, (None, None, None, 1))
+    silent = turns[1].model_copy(update={"content": content})
+    with pytest.raises(InvalidRequestError, match=r"messages\[1\]\.content is empty"):
+        conversation_input([turns[0], silent, *turns[2:]], None, model)
+    read = messages_of(TURNS[:2], (None, 0))[1].model_copy(update={"content": content})
+    assert [text for text, _ in learnt(model, [turns[0], read, *turns[2:]])] == ["say2é$"]
+
+
 def test_a_template_that_hides_contents_is_refused() -> None:
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content | upper }}{% endfor %}"
@@ -167,7 +177,7 @@ def test_a_template_that_hides_contents_is_refused() -> None:
     )
     with pytest.raises(InvalidRequestError, match=r"messages\[1\]"):
         conversation_input(
-            messages_of((TURNS[0], ("assistant", ""), *TURNS[2:])),
+            messages_of(TURNS),
             None,
             model_of(
                 template.replace("m.content | upper", "'' if m.role == 'assistant' else m.content")

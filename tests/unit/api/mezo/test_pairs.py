@@ -23,10 +23,11 @@ TEMPLATE = (
 )
 TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
 USER = {"role": "user", "content": "When?"}
+SYSTEM = {"role": "system", "content": "Be brief."}
 CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
 
 
-def said(content: str | None, **fields: Any) -> list[dict[str, Any]]:
+def said(content: Any, **fields: Any) -> list[dict[str, Any]]:
     return [{"role": "assistant", "content": content, **fields}]
 
 
@@ -78,6 +79,36 @@ def test_tools_are_part_of_the_prompt(row: dict[str, Any]) -> None:
     assert Model().texts(row) == ("[now]<user>When?$<assistant>", "Now.$", "Later.$")
 
 
+@pytest.mark.parametrize("prompt", ["When?", " When?\n", [USER], None])
+@pytest.mark.parametrize("before", [[], [SYSTEM]], ids=["", "system"])
+def test_a_prompt_that_answers_repeat_counts_once(prompt: Any, before: list[Any]) -> None:
+    row = {
+        "prompt": prompt,
+        "chosen": [*before, USER, *said("Now.")],
+        "rejected": [*before, USER, *said("Later.")],
+    }
+    system = "<system>Be brief.$" if before else ""
+    assert Model().texts(row) == (f"{system}<user>When?$<assistant>", "Now.$", "Later.$")
+
+
+def test_a_text_before_answers_alone_is_the_users() -> None:
+    row = {"prompt": "When?", "chosen": said("Now."), "rejected": said("Later.")}
+    assert Model().texts(row) == ("<user>When?$<assistant>", "Now.$", "Later.$")
+
+
+def test_messages_before_other_turns_are_all_read() -> None:
+    chosen, rejected = [USER, *said("Now.")], [USER, *said("Later.")]
+    row = {"prompt": [SYSTEM], "chosen": chosen, "rejected": rejected}
+    assert Model().texts(row)[0] == "<system>Be brief.$<user>When?$<assistant>"
+
+
+@pytest.mark.parametrize("begin", [[USER], [SYSTEM], [SYSTEM, USER]], ids=len)
+def test_a_text_before_other_turns_is_refused(begin: list[Any]) -> None:
+    row = {"prompt": "Where?", "chosen": said("Now."), "rejected": [*begin, *said("Later.")]}
+    with pytest.raises(InvalidRequestError, match="rejected begins neither with"):
+        Model().texts(row)
+
+
 def test_a_call_is_an_answer() -> None:
     row = {"prompt": [USER], "chosen": said(None, tool_calls=[CALL]), "rejected": said("Later.")}
     prompt, chosen, rejected = Model().texts(row | {"tools": TOOLS})
@@ -93,6 +124,8 @@ def test_a_call_is_an_answer() -> None:
         ("", "cannot be empty"),
         (said(""), "cannot be empty"),
         (said(None), "cannot be empty"),
+        (said("\n"), "cannot be empty"),
+        (said([{"type": "text", "text": ""}]), "cannot be empty"),
         ([*said("Now."), USER], "needs an assistant's turn at its end"),
         ([USER], "needs an assistant's turn at its end"),
     ],
