@@ -48,7 +48,6 @@ class PendingGenerationModel:
     memory.
 
     Attributes:
-        num_bytes: size of its weights, without those of a draft model.
         loaded: the model, once its weights are read.
     """
 
@@ -71,12 +70,16 @@ class PendingGenerationModel:
         self._num_parts = max(1, self._opened.num_stages - 1)
         self._reading = Stages(self._read())
         self._allocation: _Allocation | None = None
-        self.num_bytes: int = self._opened.num_bytes
 
     @property
     def name(self) -> str:
         """Return the first of its names."""
         return self._folder.names[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of its weights, without those of a draft model."""
+        return self._opened.num_bytes
 
     def read(self) -> LoadedGenerator:
         """Read what is left of the weights; return the model, which has no KV yet."""

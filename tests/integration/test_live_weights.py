@@ -127,10 +127,10 @@ class Rewriting(Worker):
         super().__init__()
         self.file = file
 
-    def execute(self, op: Op[Any]) -> Any:
+    def begin(self, op: Op[Any]) -> Any:
         if isinstance(op, Load):
             self.file.touch()
-        return super().execute(op)
+        return super().begin(op)
 
 
 @pytest.mark.parametrize("is_rewritten", [True, False])
