@@ -40,6 +40,9 @@ class FakeControl(EngineControl):
     async def look(self) -> Sequence[AdapterInfo]:
         return self.adapters()
 
+    def first_name(self, model: str | None) -> str:
+        return "org/fake" if model in (None, "alias") else str(model)
+
     async def checksums(self, model: str | None = None) -> Mapping[str, str]:
         self._note("checksums", model=model)
         return {"a": self.weights.content, "b": "same"}
@@ -120,7 +123,11 @@ class FakeControl(EngineControl):
         return sorted(self._asleep)
 
     def version(self, model: str | None = None) -> WeightsVersion:
-        return self.weights
+        return (
+            self.weights
+            if self.first_name(model) == "org/fake"
+            else WeightsVersion(label=f"of {model}")
+        )
 
     def _new_version(self, label: str | None, expected: str | None) -> WeightsVersion:
         if expected not in (None, self.weights.label):

@@ -104,11 +104,11 @@ class EngineControl(AdapterControl):
 
         No model begins a step meanwhile.
         """
-        return await self._door.call(ReadChecksums(self._base(model)))
+        return await self._door.call(ReadChecksums(self.first_name(model)))
 
     def version(self, model: str | None = None) -> WeightsVersion:
         """Return the version of a model's weights; default: the first model."""
-        return self.versions.get(self._base(model), WeightsVersion())
+        return self.versions.get(self.first_name(model), WeightsVersion())
 
     def check_open(self) -> None:
         """Raise PausedError if no requests are admitted for a pause."""
@@ -174,11 +174,11 @@ class EngineControl(AdapterControl):
         """
         # The update is completed even if its caller is cancelled.
         with self._metrics.timed(WEIGHTS):
-            change = self._replace_weights(self._base(model), update, digest)
+            change = self._replace_weights(self.first_name(model), update, digest)
             version = await asyncio.shield(asyncio.ensure_future(change))
         await self.refresh()
         for watcher in self.watchers:
-            watcher.on_weights(self._base(model))
+            watcher.on_weights(self.first_name(model))
         return version
 
     async def _replace_weights(
@@ -216,7 +216,7 @@ class EngineControl(AdapterControl):
 
     async def set_version(self, label: str, *, model: str | None = None) -> WeightsVersion:
         """Give the version of a model's weights another label, from the next token on."""
-        version = await self._door.call(RelabelWeights(self._base(model), label))
+        version = await self._door.call(RelabelWeights(self.first_name(model), label))
         await self.refresh()
         return version
 
@@ -270,7 +270,7 @@ class EngineControl(AdapterControl):
         for watcher in self.watchers:
             watcher.on_wake()
 
-    def _base(self, model: str | None) -> str:
+    def first_name(self, model: str | None) -> str:
         """Return the first name of a model whose weights can change; None means the first one."""
         statuses = self._door.statuses()
         if model is None:

@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import closing
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from fastapi import Request, Response
+from fastapi import Query, Request, Response
 
 from mlx_parallm.adapters.safetensors import MODEL_DTYPES, read_safetensors
 from mlx_parallm.adapters.tensors import HostTensor
@@ -18,6 +18,7 @@ from mlx_parallm.api.control.weights.schema import (
     CheckedWeights,
     CheckWeights,
     FinishUpdate,
+    Name,
     NewVersion,
     NewVersionAnswer,
     TensorFields,
@@ -219,11 +220,14 @@ async def update_weight_version(body: NewVersion, engine: EngineDep) -> NewVersi
 
 @routes.get("/weight_info")
 @routes.get("/get_weight_version")
-async def weight_info(engine: EngineDep) -> WeightInfo:
-    """Return the version of the first model, and those of all adapters (vLLM, slime)."""
+async def weight_info(
+    engine: EngineDep,
+    model: Annotated[Name | None, Query(description="The model; the first by default.")] = None,
+) -> WeightInfo:
+    """Return the version of a model, and those of all adapters (vLLM, slime)."""
     control = engine.control
     return WeightInfo(
-        weight_version=control.version().label,
+        weight_version=control.version(model).label,
         adapters={info.name: info.version for info in control.adapters()},
     )
 
@@ -234,15 +238,19 @@ async def check_weights(body: CheckWeights, request: Request, engine: EngineDep)
     """Return the SHA-256 of every tensor, or which tensors changed (vLLM, SGLang)."""
     if body.action.startswith("reset"):
         raise NotImplementedRouteError("This server cannot reset weights; update them instead.")
+    model = engine.control.first_name(body.model)
     state = request.app.state
-    baseline = body.baseline or getattr(state, "weights_snapshot", None)
+    snapshots: Mapping[str, Mapping[str, str]] = getattr(state, "weights_snapshots", {})
+    baseline = body.baseline or snapshots.get(model)
     if body.action == "compare" and baseline is None:
-        raise InvalidRequestError("compare needs a baseline or a snapshot.", param="baseline")
-    current = dict(await engine.control.checksums())
+        raise InvalidRequestError(
+            "compare needs a baseline or a snapshot of this model.", param="baseline"
+        )
+    current = dict(await engine.control.checksums(model))
     if body.action == "compare":
         return compared(current, baseline or {})
     if body.action == "snapshot":
-        state.weights_snapshot = current
+        state.weights_snapshots = {**snapshots, model: current}
     return checksums(current)
 
 

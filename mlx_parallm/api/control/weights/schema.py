@@ -252,8 +252,10 @@ class CheckWeights(WeightsForm):
     action: Literal["checksum", "snapshot", "compare", "reset", "reset_tensors"] = Field(
         "checksum", description="What to do; a reset is not served."
     )
+    model: Name | None = Field(None, description="The model; the first by default.")
     baseline: dict[str, StrictStr] | None = Field(
-        None, description="Checksums to compare with; the latest snapshot's by default."
+        None,
+        description="Checksums to compare with; by default those of the model's snapshot.",
     )
 
 

@@ -249,6 +249,29 @@ async def test_a_version_is_named_at_the_end() -> None:
         assert (await call(engine, "GET", path)).json()["weight_version"] == "step-43"
 
 
+@pytest.mark.parametrize("path", ["/weight_info", "/get_weight_version"])
+async def test_any_model_has_a_version(path: str) -> None:
+    engine = ScriptedEngine()
+    for query, label in (("", "default"), ("?model=alias", "default"), ("?model=net", "of net")):
+        answer = (await call(engine, "GET", path + query)).json()
+        assert answer["weight_version"] == label
+
+
+@pytest.mark.parametrize("path", ["/weight_checker", "/weights_checker"])
+async def test_each_model_has_a_snapshot(path: str) -> None:
+    engine = ScriptedEngine()
+    await call(engine, "POST", path, json={"action": "snapshot", "model": "alias"})
+    for model, status in ((None, 200), ("alias", 200), ("net", 400)):
+        body = {"action": "compare", "model": model}
+        assert (await call(engine, "POST", path, json=body)).status_code == status
+    await call(engine, "POST", path, json={"action": "snapshot", "model": "net"})
+    for model in (None, "net"):
+        body = {"action": "compare", "model": model}
+        assert (await call(engine, "POST", path, json=body)).status_code == 200
+    models = [arguments["model"] for name, arguments in engine.control.calls if name == "checksums"]
+    assert models == ["org/fake", "org/fake", "org/fake", "net", "org/fake", "net"]
+
+
 @pytest.mark.parametrize("path", ["/weight_checker", "/weights_checker"])
 async def test_weights_are_compared(path: str) -> None:
     engine = ScriptedEngine()
