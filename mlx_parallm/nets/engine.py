@@ -20,13 +20,23 @@ from mlx_parallm.nets.metrics import NetMetrics
 from mlx_parallm.nets.states import KeptState, SequenceStates, StateLimits
 from mlx_parallm.types.errors import (
     ConflictError,
+    InvalidRequestError,
     OverloadedError,
     ParallmError,
     RequestAbortedError,
     StepError,
 )
 from mlx_parallm.types.events import ErrorEvent
-from mlx_parallm.types.nets import Arrays, NetEvent, NetRequest, NetResults, NetSignature
+from mlx_parallm.types.nets import (
+    INPUTS,
+    OBSERVATIONS,
+    STATES,
+    Arrays,
+    NetEvent,
+    NetRequest,
+    NetResults,
+    NetSignature,
+)
 from mlx_parallm.types.request import WEIGHTS
 from mlx_parallm.worker.ops import NetOutputs, Unload
 from mlx_parallm.worker.worker import Worker
@@ -38,6 +48,9 @@ logger = logging.getLogger(__name__)
 MAX_ROWS = 4096
 #: ``MAX_WAITING``: most rows that wait; a request of more waits alone.
 MAX_WAITING = 1 << 16
+#: ``LARGE``: larger numbers of a request make it the client's fault that a net's results are not
+#: finite. Smaller ones are usual, and its weights are at fault.
+LARGE = 1000.0
 
 NetEvents = list[NetEvent | ErrorEvent]
 
@@ -255,8 +268,7 @@ class NetEngine(ServedEngine):
     def _answer(self, row: _Row, part: NetOutputs, *, is_valid: bool) -> NetEvent | ErrorEvent:
         request, use = row.request, row.request.sequence
         if not is_valid:
-            error = StepError("The net's results have NaN or infinite values.")
-            return ErrorEvent(request_id=request.request_id, error=error)
+            return ErrorEvent(request_id=request.request_id, error=_overflow(request))
         version = self.policies.base.version.label
         kept = row.kept
         is_other = kept is not None and (kept.has_other_weights or kept.version != version)
@@ -317,6 +329,26 @@ class ForwardCost:
         size = num_rows.bit_length(), num_times.bit_length()
         before = self._seconds.get(size, math.inf)
         self._seconds[size] = min(seconds, before * self.GROWTH)
+
+
+def _overflow(request: NetRequest) -> ParallmError:
+    """Return the error of a request whose results are not finite.
+
+    It is the client's fault if it sent large numbers, and else that of the net's weights.
+    """
+    field = INPUTS if request.act is None else OBSERVATIONS
+    arrays = {f"{field}.{name}": array for name, array in request.inputs.items()}
+    arrays |= {f"{STATES}.{name}": array for name, array in (request.states or {}).items()}
+    sizes = {name: float(np.abs(array).max()) for name, array in arrays.items() if array.size}
+    where = max(sizes, key=lambda name: sizes[name], default="")
+    is_large = sizes.get(where, 0.0) > LARGE
+    if not is_large:
+        return StepError("The net's results have NaN or infinite values.")
+    return InvalidRequestError(
+        f"{where} has numbers up to {sizes[where]:.3g}, which are too large for this net: its "
+        "results are not finite.",
+        param=where.partition(".")[0],
+    )
 
 
 def _is_finite(part: NetOutputs) -> bool:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 Arrays = Mapping[str, "np.ndarray"]
 #: ``SEQUENCE_PARAM``: the field of a request that names a sequence.
 SEQUENCE_PARAM = "sequence_id"
+#: ``INPUTS``, ``OBSERVATIONS``, ``STATES``: the fields of requests with arrays by name; a policy's
+#: inputs are observations.
+INPUTS, OBSERVATIONS, STATES = "inputs", "observations", "hidden_states"
 #: ``ANY``: a size in a ``TensorSpec`` that each request chooses.
 ANY = -1
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_parallm.api.nets.bodies import STATES
 from mlx_parallm.api.nets.request import DEFAULTS
 from mlx_parallm.api.nets.schema import ActRequest, NetFields, PredictRequest
-from mlx_parallm.types.nets import ActResult, NetResults, NetSignature
+from mlx_parallm.types.nets import STATES, ActResult, NetResults, NetSignature
 
 NEW_STATES = f"new_{STATES}"
 # NAMES: what results are called in answers, by what ``return`` calls them.

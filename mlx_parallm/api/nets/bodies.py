@@ -31,6 +31,7 @@ from mlx_parallm.api.nets.tensors import (
 )
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import TOO_MANY, is_object
+from mlx_parallm.types.nets import INPUTS, OBSERVATIONS, STATES
 
 #: ``FILE_TYPE``: the content type of safetensors.
 FILE_TYPE = "application/x-safetensors"
@@ -39,7 +40,6 @@ JSON_TYPE = "application/json"
 MAX_HEADER = 128 * 1024
 # TEXTS: fields whose metadata are texts; those of others are JSON.
 TEXTS = frozenset({"model", "sequence_id"})
-STATES = "hidden_states"
 BINARY_FORMS = (
     f'Send arrays as {{"{MARK}": base64, "dtype": …, "shape": […]}} or the body as {FILE_TYPE}'
 )
@@ -66,8 +66,8 @@ class Layout:
     arrays: frozenset[str]
 
 
-PREDICT = Layout("inputs", frozenset({"episode_start"}))
-ACT = Layout("observations", frozenset({"episode_start", "action_mask", "actions"}))
+PREDICT = Layout(INPUTS, frozenset({"episode_start"}))
+ACT = Layout(OBSERVATIONS, frozenset({"episode_start", "action_mask", "actions"}))
 
 
 @dataclass(frozen=True, slots=True)

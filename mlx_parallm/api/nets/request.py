@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_parallm.api.nets.bodies import ACT, PREDICT, STATES
+from mlx_parallm.api.nets.bodies import ACT, PREDICT
 from mlx_parallm.api.nets.checks import (
     Rows,
     checked_actions,
@@ -20,7 +20,14 @@ from mlx_parallm.api.nets.tensors import MARK
 from mlx_parallm.nets.model import NetModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_mapping
-from mlx_parallm.types.nets import ActParams, ActResult, NetRequest, NetSignature, SequenceUse
+from mlx_parallm.types.nets import (
+    STATES,
+    ActParams,
+    ActResult,
+    NetRequest,
+    NetSignature,
+    SequenceUse,
+)
 
 # RESULTS: what ``return`` names, by the policy's results; states are no such result.
 RESULTS: Mapping[str, ActResult] = {

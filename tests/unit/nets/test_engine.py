@@ -17,10 +17,17 @@ from mlx_parallm.engine.turns import SHORT_S, TurnClass, Turns, TurnTaker
 from mlx_parallm.nets.engine import MAX_ROWS, MAX_WAITING, ForwardCost, NetEngine
 from mlx_parallm.nets.metrics import NetMetrics
 from mlx_parallm.nets.states import StateLimits
-from mlx_parallm.types.errors import ConflictError, OverloadedError, RequestAbortedError, StepError
+from mlx_parallm.types.errors import (
+    ConflictError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestAbortedError,
+    StepError,
+)
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.nets import (
     ANY,
+    ActParams,
     NetEvent,
     NetRequest,
     NetSignature,
@@ -113,6 +120,34 @@ def test_results_that_are_not_finite_fail_alone() -> None:
     answers = served.answers()
     assert answers["good"] == 1.0
     assert "NaN" in str(answers["bad"])
+
+
+@pytest.mark.parametrize(
+    ("sent", "where"),
+    [
+        ({}, "inputs.x"),
+        ({"act": ActParams()}, "observations.x"),
+        ({"states": {"sum.h": np.full((1, 1), 3e38)}}, "hidden_states.sum.h"),
+    ],
+)
+def test_numbers_that_are_too_large_for_the_net_are_refused(
+    sent: dict[str, Any], where: str
+) -> None:
+    class Overflowing(SumWorker):
+        @override
+        def execute(self, op: Any) -> Any:
+            results = super().execute(op)
+            with np.errstate(over="ignore"):
+                return replace(results, outputs={"y": results.outputs["y"].astype(np.float16)})
+
+    served = Served(Overflowing())
+    served.ask("large", -1e38, **sent)
+    served.ask("usual", 1, act=sent.get("act"))
+    answers = served.answers()
+    assert answers["usual"] == 1.0
+    assert isinstance(answers["large"], InvalidRequestError)
+    assert str(answers["large"]).startswith(f"{where} has numbers up to ")
+    assert answers["large"].param == where.partition(".")[0]
 
 
 def test_other_numbers_of_times_run_apart() -> None:

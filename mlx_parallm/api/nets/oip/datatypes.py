@@ -20,7 +20,7 @@ from mlx_parallm.api.nets.tensors import (
     refused,
 )
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.nets import TensorSpec
+from mlx_parallm.types.nets import INPUTS, TensorSpec
 
 #: ``DATATYPES``: the protocol's names of the dtypes that nets have.
 DATATYPES: Mapping[str, str] = {
@@ -38,8 +38,6 @@ DATATYPES: Mapping[str, str] = {
     "float32": "FP32",
     "float64": "FP64",
 }
-#: ``INPUTS``: the field of a request with its tensors.
-INPUTS = "inputs"
 # MAX_NAME_CHARS: of a name in a refusal.
 MAX_NAME_CHARS = 64
 BINARY_SIZE = "binary_data_size"

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from mlx_parallm.api.nets.checks import checked_inputs
 from mlx_parallm.api.nets.oip.body import InferBody, split_body
-from mlx_parallm.api.nets.oip.datatypes import INPUTS, MAX_NAME_CHARS, read_inputs
+from mlx_parallm.api.nets.oip.datatypes import MAX_NAME_CHARS, read_inputs
 from mlx_parallm.api.nets.oip.schema import InferParameters, InferRequest
 from mlx_parallm.nets.model import NetModel
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.nets import NetRequest, NetSignature, SequenceUse, TensorSpec
+from mlx_parallm.types.nets import INPUTS, NetRequest, NetSignature, SequenceUse, TensorSpec
 
 OUTPUTS = "outputs"
 # REFUSED: parameters of an output that would change the answer, see Triton's extensions.
@@ -79,6 +79,12 @@ def _sequence(
     parameters: InferParameters, signature: NetSignature, client: str
 ) -> SequenceUse | None:
     if not parameters.has_sequence:
+        for name in ("sequence_start", "sequence_end"):
+            if getattr(parameters, name):
+                raise InvalidRequestError(
+                    f"parameters.{name} needs a sequence_id other than 0 and an empty text.",
+                    param="parameters",
+                )
         return None
     if not signature.states:
         raise InvalidRequestError(

@@ -71,6 +71,15 @@ def test_numbers_may_be_flat_or_nested() -> None:
         assert inference.request.sequence is None
 
 
+@pytest.mark.parametrize("name", ["sequence_start", "sequence_end"])
+@pytest.mark.parametrize("ids", [{}, {"sequence_id": 0}, {"sequence_id": ""}])
+def test_marks_of_a_sequence_need_its_id(name: str, ids: dict[str, Any]) -> None:
+    model = net(states=(spec("sum.h", "float32", 1),))
+    parameters = ids | {name: True}
+    assert f"{name} needs" in refusal(model, {"inputs": [tensor()], "parameters": parameters})
+    read(model, {"inputs": [tensor()], "parameters": ids | {name: False}})
+
+
 @pytest.mark.parametrize("pad", range(8))
 def test_bytes_behind_an_object_of_any_length(pad: int) -> None:
     content = {"id": "x" * pad, "inputs": [binary(32)]}
