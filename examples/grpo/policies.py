@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from examples.grpo.trainer import BETAS, Settings, Trainer, TrainingSample, minibatches
 from mlx_parallm.client import AdapterInfo, GradientStep, RLClient, TrainingSession
-from mlx_parallm.client.mezo import PublishOptions
+from mlx_parallm.client.mezo import PublishOptions, token_averaged
 
 T = TypeVar("T")
 
@@ -171,15 +171,14 @@ async def publish(
 
 def rows_of(samples: Sequence[TrainingSample]) -> list[dict[str, Any]]:
     """Return samples as rows of a session, whose loss is the mean over all their tokens."""
-    # A session averages rows, so that each token of a row counts rows / tokens.
-    share = len(samples) / sum(len(sample.token_ids) for sample in samples)
-    return [
-        {
-            "token_ids": list(sample.prompt_ids),
-            "completion_ids": list(sample.token_ids),
-            "logprobs": list(sample.logprobs),
-            "advantage": sample.advantage,
-            "weights": [share] * len(sample.token_ids),
-        }
-        for sample in samples
-    ]
+    return token_averaged(
+        [
+            {
+                "token_ids": list(sample.prompt_ids),
+                "completion_ids": list(sample.token_ids),
+                "logprobs": list(sample.logprobs),
+                "advantage": sample.advantage,
+            }
+            for sample in samples
+        ]
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -20,7 +21,9 @@ from mlx_parallm.art.trajectories import (
     sampled_answers,
 )
 from mlx_parallm.client import GradientStep, RLClient, TrainingSession
+from mlx_parallm.client.mezo import token_averaged
 from mlx_parallm.client.transport import Transport
+from mlx_parallm.types.errors import ConfigError
 
 # SESSION: file of a checkpoint with the session that has written it.
 SESSION = "training_session.json"
@@ -112,6 +115,21 @@ class ServerTrainer:
     max_grad_norm: float = 1.0
     chat_template_kwargs: Mapping[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        """Raise ConfigError for settings that no session has."""
+        for name in ("rank", "minibatch"):
+            count = getattr(self, name)
+            if type(count) is not int or count < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, not {count!r}.")
+        for name in ("alpha", "max_grad_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be a number above 0.")
+        for name in ("learning_rate", "clip_low", "clip_high", "kl"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be a number of at least 0.")
+        if self.clip_low > 1:
+            raise ConfigError("clip_low must be at most 1.")
+
     async def __call__(self, job: TrainJob) -> Mapping[str, float]:
         """Train a step and write its adapter.
 
@@ -155,7 +173,7 @@ class _ServerStep:
             "clip_high": trainer.clip_high,
             "kl": trainer.kl,
         }
-        batches = [_averaged(batch) for batch in _parts(rows, trainer.minibatch)]
+        batches = [token_averaged(batch) for batch in _parts(rows, trainer.minibatch)]
         rate = options.get("learning_rate", trainer.learning_rate)
         steps = await self._train(objective, batches, [rate] * len(batches))
         metrics = {
@@ -174,7 +192,10 @@ class _ServerStep:
         turns = getattr(config, "assistant_turns", ALL_TURNS)
         rows = [row for each in self._job.data for row in conversations(each, self._name, turns)]
         size: Any = getattr(config, "batch_size", AUTO)
-        batches = _parts(rows, AUTO_BATCH if size == AUTO else size)
+        size = AUTO_BATCH if size == AUTO else size
+        if size < 1:
+            raise BackendError(f"batch_size must be at least 1, not {size}.")
+        batches = _parts(rows, size)
         rate = getattr(config, "learning_rate", self._trainer.learning_rate)
         rates = cast("list[float]", rate) if isinstance(rate, list) else [rate] * len(batches)
         if len(rates) != len(batches):
@@ -223,7 +244,7 @@ class _ServerStep:
         }
 
     async def _train(
-        self, objective: Json, batches: Sequence[list[Json]], rates: Sequence[float]
+        self, objective: Json, batches: Sequence[Sequence[Json]], rates: Sequence[float]
     ) -> list[GradientStep]:
         """Make a step of the session on each batch, and write its adapter."""
         training, target = self._client.training, self._job.target
@@ -236,7 +257,7 @@ class _ServerStep:
         await asyncio.to_thread((target / SESSION).write_text, json.dumps(written))
         return steps
 
-    async def _session(self, objective: Json, batches: Sequence[list[Json]]) -> TrainingSession:
+    async def _session(self, objective: Json, batches: Sequence[Sequence[Json]]) -> TrainingSession:
         """Return the session that goes on from the previous checkpoint."""
         known, step = await asyncio.to_thread(_written, self._job.previous)
         sessions = {each.id: each for each in await self._client.training.sessions()}
@@ -249,7 +270,7 @@ class _ServerStep:
             await self._client.training.delete(session.id)
         return await self._begin(objective, batches)
 
-    async def _begin(self, objective: Json, batches: Sequence[list[Json]]) -> TrainingSession:
+    async def _begin(self, objective: Json, batches: Sequence[Sequence[Json]]) -> TrainingSession:
         """Return a new session from the previous checkpoint, or from nothing."""
         trainer = self._trainer
         start: dict[str, Any] = {"trainable": {"rank": trainer.rank, "alpha": trainer.alpha}}
@@ -273,12 +294,6 @@ class _ServerStep:
 
 def _parts(rows: Sequence[Json], size: int) -> list[list[Json]]:
     return [list(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
-
-
-def _averaged(rows: Sequence[Json]) -> list[Json]:
-    """Return rows whose loss is the mean over all their tokens; a session averages rows."""
-    share = len(rows) / sum(len(row["completion_ids"]) for row in rows)
-    return [{**row, "weights": [share] * len(row["completion_ids"])} for row in rows]
 
 
 def _means(steps: Sequence[GradientStep]) -> dict[str, float]:

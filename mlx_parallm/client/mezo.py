@@ -44,6 +44,15 @@ Row = Mapping[str, Any]
 Data = Sequence[Row] | str
 
 
+def token_averaged(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return samples as rows whose loss is the mean over all their tokens.
+
+    A session averages rows, so that each token of a row counts rows / tokens.
+    """
+    share = len(rows) / sum(len(row["completion_ids"]) for row in rows)
+    return [{**row, "weights": [share] * len(row["completion_ids"])} for row in rows]
+
+
 class SessionOptions(TypedDict, total=False):
     """Further fields of ``POST /v1/training/sessions``; the API reference describes them."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -302,6 +304,45 @@ def test_a_server_that_cannot_be_trained_is_refused(tmp_path: Path, settings: di
         MLXParallmBackend(ServerTrainer(), path=tmp_path, server_config=config)
     # A trainer of the user's own may bring what it likes.
     MLXParallmBackend(never_trains, path=tmp_path, server_config=config)
+
+
+#: ``REFUSED``: values of each setting of a trainer that no session takes.
+REFUSED: dict[str, list[Any]] = {
+    "rank": [0, 1.5, True],
+    "minibatch": [0, 1.5, True],
+    "alpha": [0, math.nan, math.inf],
+    "max_grad_norm": [0, math.nan, math.inf],
+    "learning_rate": [-1, math.nan, math.inf],
+    "clip_low": [-1, 2, math.nan],
+    "clip_high": [-1, math.nan, math.inf],
+    "kl": [-1, math.nan, math.inf],
+}
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(ServerTrainer)])
+def test_settings_of_a_trainer_are_checked(name: str) -> None:
+    if name == "chat_template_kwargs":
+        return
+    for value in REFUSED[name]:
+        with pytest.raises(ConfigError, match=name):
+            ServerTrainer(**{name: value})
+    ServerTrainer(learning_rate=0, clip_low=0, clip_high=0, kl=0)
+
+
+async def test_sft_without_a_batch_is_refused() -> None:
+    job = TrainJob(
+        kind="sft",
+        model=SimpleNamespace(name="policy"),
+        data=[],
+        step=1,
+        previous=None,
+        target=Path(),
+        devices=(),
+        options={"config": SimpleNamespace(batch_size=0)},
+        server=ServerAddress("http://127.0.0.1:1", None),
+    )
+    with pytest.raises(BackendError, match="batch_size must be at least 1"):
+        await ServerTrainer()(job)
 
 
 async def test_a_server_that_does_not_run_is_not_trained(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from mlx_parallm.client import (
     ServerUnreachableError,
     UnexpectedAnswerError,
 )
+from mlx_parallm.client.mezo import token_averaged
 
 DONE = b"data: [DONE]\n\n"
 
@@ -150,3 +151,10 @@ async def test_what_is_no_archive_is_told(tmp_path: Path) -> None:
         with pytest.raises(UnexpectedAnswerError, match="no zip archive"):
             await client.mezo.save_adapter("a", tmp_path / "folder")
     assert not written(tmp_path)
+
+
+def test_the_loss_of_samples_is_the_mean_over_all_their_tokens() -> None:
+    rows = token_averaged([{"completion_ids": [5, 6, 7]}, {"completion_ids": [8], "advantage": 1}])
+    # A session takes the mean of two rows, each the sum of its weighted tokens.
+    assert [[each / 2 for each in row["weights"]] for row in rows] == [[0.25] * 3, [0.25]]
+    assert rows[1]["advantage"] == 1
