@@ -146,8 +146,9 @@ class SessionStore:
         limits = self._limits
         if len(self._sessions) >= limits.max_sessions:
             raise ConflictError(
-                f"There are {len(self._sessions)} training sessions already, and there may be "
-                f"{limits.max_sessions} (see --max-data-bytes); delete one first."
+                f"There are {len(self._sessions)} training sessions already, those of fine-tuning "
+                f"jobs among them, and there may be {limits.max_sessions} (see --max-data-bytes); "
+                "delete a session or a job first."
             )
         if num_bytes >= limits.max_session_bytes:
             raise InvalidRequestError(

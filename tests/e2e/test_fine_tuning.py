@@ -37,8 +37,10 @@ def server() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def client(server: ServerProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=None)
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    url = f"{server.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=None) as client:
+        yield client
 
 
 def upload(client: openai.OpenAI, rows: Sequence[Any]) -> str:
@@ -208,6 +210,15 @@ def test_events_come_in_pages(client: openai.OpenAI, server: ServerProcess) -> N
     data: Any = metrics[0].data
     assert data["step"] == 4
     assert data["train_loss"] > 0
+    own = create(client, metadata={"kind": "own", "more": ""})
+    client.fine_tuning.jobs.cancel(own.id)
+    for metadata in ({"kind": "own"}, {"kind": "own", "more": ""}):
+        listed = client.fine_tuning.jobs.list(metadata=metadata)
+        assert [each.id for each in listed] == [own.id]
+    without = client.fine_tuning.jobs.list(extra_query={"metadata": "null"}).data
+    assert job.id in {each.id for each in without}
+    assert own.id not in {each.id for each in without}
+    client.delete(f"/fine_tuning/jobs/{own.id}", cast_to=object)
     ids = [each.id for each in client.fine_tuning.jobs.list(limit=1)]
     assert ids[0] == job.id
     assert ids == sorted(ids, reverse=True)
@@ -352,6 +363,8 @@ def test_pairs_that_cannot_be_used_are_named(client: openai.OpenAI, name: str, m
     assert refusal.value.param == "training_file"
 
 
+#: PAIRS stands for a file of pairs.
+PAIRS = "pairs"
 #: WRONG: fields of a job, and the parameter that its refusal names.
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no model of its kind": ({"model": "demo:mlm"}, "model"),
@@ -377,20 +390,41 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "hyperparameters",
     ),
     "suffix": ({"suffix": "a:b"}, "suffix"),
-    "rank": (
-        {"method": {"type": "supervised", "supervised": {"hyperparameters": {"rank": 1024}}}},
-        "hyperparameters.rank",
+    "twice": ({"method": by("supervised"), "hyperparameters": HYPER}, "hyperparameters"),
+    "eval_every": ({"method": by("supervised", eval_every=1_000_000_000)}, "method"),
+    "rank": ({"method": by("supervised", rank=1024)}, "method.supervised.hyperparameters.rank"),
+    "targets": (
+        {"method": by("supervised", targets=["nothing"])},
+        "method.supervised.hyperparameters.targets",
     ),
+    "layers": (
+        {"method": by("supervised", layers=[99])},
+        "method.supervised.hyperparameters.layer",
+    ),
+    "layers of pairs": (
+        {"model": "demo:reward", "method": by("reward", layers="top:99"), "training_file": PAIRS},
+        "method.reward.hyperparameters.layers",
+    ),
+    **{
+        f"old {field}": (
+            {"method": openai.omit, "hyperparameters": HYPER | {field: value}},
+            f"hyperparameters.{field}",
+        )
+        for field, value in {"rank": 1024, "targets": ["nothing"], "layers": "top:99"}.items()
+    },
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_fields_that_cannot_be_used_are_named(client: openai.OpenAI, name: str) -> None:
     fields, param = WRONG[name]
+    if fields.get("training_file") == PAIRS:
+        fields = fields | {"training_file": upload(client, TRL_PAIRS)}
     with pytest.raises(openai.BadRequestError) as refusal:
         create(client, **fields)
     assert refusal.value.param is not None
     assert refusal.value.param.startswith(param)
+    assert "trainable" not in refusal.value.message
 
 
 def test_files_that_are_not_there_are_named(client: openai.OpenAI) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+
 from fastapi import Request
 
 from mlx_parallm.api.fine_tuning.lines import file_examples, line_reader
@@ -14,7 +18,7 @@ from mlx_parallm.api.fine_tuning.schema import (
 from mlx_parallm.api.http.dependencies import get_client
 from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.mezo.request import config_maker, model_of, trainable
-from mlx_parallm.api.mezo.schema import NEW_HEAD, Completion, CreateSession, Pairs
+from mlx_parallm.api.mezo.schema import MAX_STEPS, NEW_HEAD, Completion, CreateSession, Pairs
 from mlx_parallm.api.mezo.stored_lines import stored_path
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
@@ -24,11 +28,17 @@ from mlx_parallm.training.jobs.files import JobFiles
 from mlx_parallm.training.jobs.records import JobSettings, Method
 from mlx_parallm.training.jobs.service import JobService
 from mlx_parallm.training.records import Example
-from mlx_parallm.training.service import TrainingService
 from mlx_parallm.types.errors import InvalidRequestError
 
 #: ``RATES``: Adam's learning rate for a multiplier of 1: that of TRL's scripts for LoRA.
 RATES = {Method.SUPERVISED: 2e-4, Method.DPO: 5e-6, Method.REWARD: 1e-4}
+#: ``SESSION_FIELDS``: the fields of a session that its creation refuses, and those of its job.
+SESSION_FIELDS = {
+    "trainable.targets": "{place}.targets",
+    "trainable.layers": "{place}.layers",
+    "trainable.head": "model",
+    "data": "training_file",
+}
 AUTO_EPOCHS, AUTO_MOST_BATCH, AUTO_BETA = 3, 16, 0.1
 
 
@@ -36,7 +46,6 @@ async def new_job(
     body: CreateJob,
     request: Request,
     engine: EngineClient,
-    training: TrainingService,
     jobs: JobService,
 ) -> JobFiles:
     """Return a new job, whose session was created.
@@ -45,15 +54,15 @@ async def new_job(
         NotFoundError: the caller has no such file.
         ModelNotFoundError: nothing has the model's name.
         InvalidRequestError: a field or a line of a file cannot be used; the message names it.
-        ConflictError: there are too many sessions.
+        ConflictError: there are too many sessions, or jobs cannot be kept.
     """
     method, hyper = _method(body)
     objective = _objective(method, hyper)
     model = _model_of(method, objective, body.model, engine)
-    max_rank = engine.config.adapters.max_rank
+    place, max_rank = _place(body, method), engine.config.adapters.max_rank
     if hyper.rank > max_rank:
         raise InvalidRequestError(
-            f"rank is {hyper.rank}; --max-lora-rank is {max_rank}.", param="hyperparameters.rank"
+            f"{place}.rank is {hyper.rank}; --max-lora-rank is {max_rank}.", param=f"{place}.rank"
         )
     longest = model.info.max_model_len if isinstance(model, PoolingModel) else model.max_model_len
     read_line = line_reader(objective, model, min(hyper.max_tokens or longest, longest))
@@ -69,12 +78,12 @@ async def new_job(
     validation: list[Example] = []
     if body.validation_file is not None:
         validation = await read(body.validation_file, "validation_file")
-    settings = _settings(body, method, hyper, owner, model.names[0], len(examples))
-    session_body = _session_body(settings, objective, _head(model, settings))
+    settings = job_settings(body, method, hyper, owner, model.names[0], len(examples))
+    session_body = session_of(settings, objective, _head(model, settings))
     has_score = isinstance(model, PoolingModel)
     make = config_maker(session_body, model.names[0], has_score=has_score)
-    session = await training.create(make, examples, validation=validation)
-    return jobs.create(settings, session.config.id)
+    with _fields_of_job(place):
+        return await jobs.begin(settings, make, examples, validation)
 
 
 def _method(body: CreateJob) -> tuple[Method, Hyperparameters]:
@@ -109,10 +118,35 @@ def _method(body: CreateJob) -> tuple[Method, Hyperparameters]:
             "hyperparameters.",
             param="hyperparameters",
         )
+    if body.hyperparameters is not None and own is not None:
+        raise InvalidRequestError(
+            "hyperparameters is in place of method.supervised; leave one of them out.",
+            param="hyperparameters",
+        )
     if own is not None:
         return method, own.hyperparameters
     kinds = PreferenceHyperparameters if method is Method.DPO else Hyperparameters
     return method, body.hyperparameters or kinds.model_validate({})
+
+
+def _place(body: CreateJob, method: Method) -> str:
+    """Return the field of the body that has the hyper-parameters."""
+    own = f"method.{method}.hyperparameters"
+    return own if body.hyperparameters is None else "hyperparameters"
+
+
+@contextlib.contextmanager
+def _fields_of_job(place: str) -> Generator[None]:
+    """Name the fields of a job in errors about those of its session."""
+    try:
+        yield
+    except InvalidRequestError as problem:
+        field = SESSION_FIELDS.get(problem.param or "")
+        if problem.param is None or field is None:
+            raise
+        named = field.format(place=place)
+        message = str(problem).replace(problem.param, named)
+        raise InvalidRequestError(message, param=named, code=problem.code) from None
 
 
 def _model_of(
@@ -145,7 +179,7 @@ def _beta(hyper: Hyperparameters) -> float:
     return AUTO_BETA if beta == AUTO else beta
 
 
-def _settings(
+def job_settings(
     body: CreateJob,
     method: Method,
     hyper: Hyperparameters,
@@ -153,16 +187,29 @@ def _settings(
     model: str,
     num_examples: int,
 ) -> JobSettings:
-    """Return the settings of the job, "auto" replaced."""
+    """Return the settings of the job, "auto" replaced.
+
+    Raises:
+        InvalidRequestError: a session does not make so many steps.
+    """
     batch = hyper.batch_size
     if batch == AUTO:
         batch = min(max(1, num_examples // 10), AUTO_MOST_BATCH)
+    batch = min(batch, num_examples)
     epochs = AUTO_EPOCHS if hyper.n_epochs == AUTO else hyper.n_epochs
     multiplier = 1.0 if hyper.learning_rate_multiplier == AUTO else hyper.learning_rate_multiplier
-    an_epoch = max(1, num_examples // min(batch, num_examples))
+    # As many examples as the epochs have, rounded up to whole batches.
+    num_steps = math.ceil(epochs * num_examples / batch)
+    if num_steps > MAX_STEPS:
+        field = f"{_place(body, method)}.n_epochs"
+        raise InvalidRequestError(
+            f"{field}: {epochs} epochs are {num_steps} steps of batch_size {batch}, and a job has "
+            f"at most {MAX_STEPS}.",
+            param=field,
+        )
     chosen = {
         "n_epochs": epochs,
-        "batch_size": min(batch, num_examples),
+        "batch_size": batch,
         "learning_rate_multiplier": multiplier,
         **({"beta": _beta(hyper)} if method is Method.DPO else {}),
     }
@@ -175,8 +222,8 @@ def _settings(
         validation_file=body.validation_file,
         suffix=body.suffix,
         seed=body.seed,
-        num_steps=epochs * an_epoch,
-        eval_every=hyper.eval_every or an_epoch,
+        num_steps=num_steps,
+        eval_every=hyper.eval_every or math.ceil(num_examples / batch),
         metadata=body.metadata,
     )
 
@@ -189,7 +236,7 @@ def _head(model: PoolingModel | GenerationModel, settings: JobSettings) -> bool 
     return True if has_score else NEW_HEAD
 
 
-def _session_body(
+def session_of(
     settings: JobSettings, objective: Completion | Pairs, head: bool | str
 ) -> CreateSession:
     """Return the session that a job is."""
@@ -218,3 +265,30 @@ def _session_body(
             "seed": settings.seed,
         }
     )
+
+
+def metadata_filter(
+    value: str | None, query: Sequence[tuple[str, str]]
+) -> Callable[[Mapping[str, str] | None], bool]:
+    """Return what is True of the metadata of jobs that a list is to have.
+
+    Args:
+        value: the parameter ``metadata``.
+        query: all parameters, of which ``metadata[key]`` name a value.
+
+    Raises:
+        InvalidRequestError: ``metadata`` is not null, or comes with such parameters.
+    """
+    begin, end = "metadata[", "]"
+    wanted = {
+        (name.removeprefix(begin).removesuffix(end), text)
+        for name, text in query
+        if name.startswith(begin) and name.endswith(end)
+    }
+    if value is None:
+        return lambda metadata: wanted <= (metadata or {}).items()
+    if value != "null" or wanted:
+        raise InvalidRequestError(
+            "metadata is null, or metadata[key]=value for each key.", param="metadata"
+        )
+    return lambda metadata: metadata is None

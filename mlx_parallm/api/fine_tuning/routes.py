@@ -12,7 +12,7 @@ from mlx_parallm.api.fine_tuning.answer import (
     job_object,
     page,
 )
-from mlx_parallm.api.fine_tuning.request import new_job
+from mlx_parallm.api.fine_tuning.request import metadata_filter, new_job
 from mlx_parallm.api.fine_tuning.schema import CreateJob
 from mlx_parallm.api.http.declared import Access
 from mlx_parallm.api.http.dependencies import EngineDep
@@ -23,6 +23,10 @@ from mlx_parallm.training.jobs.service import JobService
 
 routes = Routes(SERVER, access=Access.ADMIN)
 After = Annotated[str | None, Query(description="The last id of the page before.")]
+MetadataFilter = Annotated[
+    str | None,
+    Query(description="null: jobs without; `metadata[key]=value`: jobs with all of these."),
+]
 Limit = Annotated[int, Query(ge=1, le=100)]
 
 
@@ -40,15 +44,22 @@ async def create_job(
     body: CreateJob, request: Request, engine: EngineDep, training: TrainingDep, jobs: JobsDep
 ) -> dict[str, Any]:
     """Check the files, and put a job into the queue."""
-    return job_object(await new_job(body, request, engine, training, jobs), training)
+    return job_object(await new_job(body, request, engine, jobs), training)
 
 
 @routes.get("/v1/fine_tuning/jobs")
 async def list_jobs(
-    training: TrainingDep, jobs: JobsDep, after: After = None, limit: Limit = 20
+    request: Request,
+    training: TrainingDep,
+    jobs: JobsDep,
+    after: After = None,
+    limit: Limit = 20,
+    metadata: MetadataFilter = None,
 ) -> dict[str, Any]:
-    """List all jobs, newest first."""
-    objects = [job_object(files, training) for files in reversed(jobs.all())]
+    """List all jobs, newest first, or those with some metadata."""
+    wanted = metadata_filter(metadata, request.query_params.multi_items())
+    listed = [files for files in reversed(jobs.all()) if wanted(files.record.settings.metadata)]
+    objects = [job_object(files, training) for files in listed]
     return page(objects, after=after, limit=limit)
 
 

@@ -5,15 +5,35 @@ Source: https://platform.openai.com/docs/api-reference/fine-tuning.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, StrictInt, StrictStr, StringConstraints
+from pydantic import (
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictInt,
+    StrictStr,
+    StringConstraints,
+    Tag,
+)
 
 from mlx_parallm.api.http.forms import Metadata, NullIsAbsent
-from mlx_parallm.api.mezo.schema import Finite, Layers, Name
+from mlx_parallm.api.mezo.schema import MAX_STEPS, Finite, Layers, Name
 
 AUTO = "auto"
 Auto = Literal["auto"]
+N = TypeVar("N")
+
+
+def _auto_or_number(value: Any) -> str:
+    """Return which of "auto" and a number a value is to be, so that problems are those of one."""
+    return "<auto>" if isinstance(value, str) else "<number>"
+
+
+#: ``OrAuto`` is "auto" or a number.
+OrAuto = Annotated[
+    Annotated[Auto, Tag("<auto>")] | Annotated[N, Tag("<number>")], Discriminator(_auto_or_number)
+]
 #: ``Suffix``: part of a model's name, which colons separate.
 Suffix = Annotated[StrictStr, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
@@ -27,13 +47,13 @@ class Closed(NullIsAbsent):
 class Hyperparameters(Closed):
     """Settings of a job."""
 
-    n_epochs: Auto | Annotated[StrictInt, Field(ge=1, le=1000)] = Field(
+    n_epochs: OrAuto[Annotated[StrictInt, Field(ge=1, le=1000)]] = Field(
         AUTO, description="How often the data is read; auto: 3."
     )
-    batch_size: Auto | Annotated[StrictInt, Field(ge=1, le=65536)] = Field(
+    batch_size: OrAuto[Annotated[StrictInt, Field(ge=1, le=65536)]] = Field(
         AUTO, description="Examples of a step; auto: a tenth of the data, 1 to 16."
     )
-    learning_rate_multiplier: Auto | Annotated[Finite, Field(gt=0)] = Field(
+    learning_rate_multiplier: OrAuto[Annotated[Finite, Field(gt=0)]] = Field(
         AUTO, description="Times Adam's rate for the method: 2e-4, dpo 5e-6, reward 1e-4; auto: 1."
     )
     rank: StrictInt = Field(8, ge=1, le=1024, description="Rank of the LoRA.")
@@ -46,14 +66,17 @@ class Hyperparameters(Closed):
         None, ge=2, description="Longest example in tokens; the model's own by default."
     )
     eval_every: StrictInt | None = Field(
-        None, ge=1, description="Steps between validations and checkpoints; an epoch by default."
+        None,
+        ge=1,
+        le=MAX_STEPS,
+        description="Steps between validations and checkpoints; an epoch by default.",
     )
 
 
 class PreferenceHyperparameters(Hyperparameters):
     """Settings of a job that learns from preferences."""
 
-    beta: Auto | Annotated[Finite, Field(gt=0)] = Field(
+    beta: OrAuto[Annotated[Finite, Field(gt=0)]] = Field(
         AUTO, description="Scale of how far log-probabilities moved from the reference; auto: 0.1."
     )
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mlx_parallm.storage.ids import IdMaker
@@ -19,6 +19,7 @@ from mlx_parallm.training.jobs.records import (
     JobStatus,
 )
 from mlx_parallm.training.jobs.runs import JobRun, ServedFolders, WriteResult
+from mlx_parallm.training.records import Example, SessionConfig
 from mlx_parallm.training.service import ENDING, RETRY_S, TEMPORARY, TrainingService
 from mlx_parallm.types.errors import (
     ConflictError,
@@ -89,6 +90,23 @@ class JobService:
             self._work.cancel()
             await asyncio.gather(self._work, return_exceptions=True)
             self._work = None
+
+    async def begin(
+        self,
+        settings: JobSettings,
+        make: Callable[[str, int], SessionConfig],
+        examples: Sequence[Example],
+        validation: Sequence[Example],
+    ) -> JobFiles:
+        """Add a job with a new session; see ``TrainingService.create`` and ``create``."""
+        session = await self._training.create(make, examples, validation=validation)
+        try:
+            return self.create(settings, session.config.id)
+        except BaseException:
+            # No job would ever delete it.
+            with contextlib.suppress(ParallmError):
+                await self._training.delete(session.config.id)
+            raise
 
     def create(self, settings: JobSettings, session: str) -> JobFiles:
         """Add a job to the queue; its session was created.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import shutil
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,7 +22,7 @@ from mlx_parallm.training.requests import TrainingRequest
 from mlx_parallm.training.service import ASLEEP, TrainingService
 from mlx_parallm.training.session_store import SessionLimits
 from mlx_parallm.training.settings import GradientSettings
-from mlx_parallm.types.errors import RequestLostError
+from mlx_parallm.types.errors import ConflictError, ParallmError, RequestLostError, StorageError
 from mlx_parallm.types.gradients import LossKind, LossSpec, OptimiserKind
 from mlx_parallm.worker.training_ops import ApplyGradient, Materialise
 from tests.encoder_folders import golden_arrays, read_golden, write_encoder
@@ -69,8 +70,7 @@ class Jobs:
         return "file-result"
 
     async def begin(self) -> JobFiles:
-        session = await self.training.create(CONFIG_OF, EXAMPLES, validation=EXAMPLES[:2])
-        return self.service.create(SETTINGS, session.config.id)
+        return await self.service.begin(SETTINGS, CONFIG_OF, EXAMPLES, EXAMPLES[:2])
 
     async def resting(self, files: JobFiles) -> JobStatus:
         """Return the status of a job that neither waits nor runs."""
@@ -233,3 +233,19 @@ async def test_a_request_during_a_sleep_lets_the_queue_go_on(
             jobs.service.resume(files.record.id)
         if acts[0] == "pause":
             assert await jobs.resting(files) is JobStatus.SUCCEEDED
+
+
+@pytest.mark.parametrize("fault", [ConflictError, StorageError])
+async def test_a_job_that_cannot_be_kept_leaves_no_session(
+    tmp_path: Path, fault: type[ParallmError]
+) -> None:
+    async with running(tmp_path) as jobs:
+        if fault is ConflictError:
+            await jobs.service.stop()
+        else:
+            shutil.rmtree(tmp_path / "jobs")
+            (tmp_path / "jobs").write_text("This is no folder.")
+        with pytest.raises(fault):
+            await jobs.begin()
+        assert (jobs.service.all(), jobs.training.all()) == ([], [])
+        assert [path.name for path in (tmp_path / "sessions").iterdir()] == ["lock"]
