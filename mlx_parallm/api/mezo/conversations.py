@@ -111,8 +111,21 @@ class _Written:
         head = self._render(before, asks=True) if before else ""
         whole = self.text if len(after) == len(self._turns) else self._render(after)
         if head and whole.startswith(head) and self.text.startswith(whole):
-            return Span(len(head), self._ended(len(head), len(whole)), weight)
-        return self._content_span(number, weight)
+            span = Span(len(head), self._ended(len(head), len(whole)), weight)
+        else:
+            span = self._content_span(number, weight)
+        self._check_written(span, number)
+        return span
+
+    def _check_written(self, span: Span, number: int) -> None:
+        """Raise InvalidRequestError if only an end is written of what the assistant says."""
+        said = self.text[span.begin : span.end]
+        for end in self._end_texts:
+            said = said.removesuffix(end)
+        if not said.strip():
+            raise InvalidRequestError(
+                f"the chat template writes nothing of messages[{number}] but its end"
+            )
 
     def _ended(self, begin: int, end: int) -> int:
         """Return where a message ends: behind its end token, if it has one."""

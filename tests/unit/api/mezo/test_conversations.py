@@ -170,6 +170,16 @@ def test_a_turn_that_says_nothing_is_learnt_by_nobody(content: Any) -> None:
     assert [text for text, _ in learnt(model, [turns[0], read, *turns[2:]])] == ["say2é$"]
 
 
+def test_reasoning_that_the_template_does_not_write_is_not_learnt() -> None:
+    reasoning = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+    turns = messages_of(TURNS)
+    turns[1] = ChatMessage.model_validate(reasoning)
+    with pytest.raises(InvalidRequestError, match=r"writes nothing of messages\[1\]"):
+        conversation_input(turns, None, model_of(TEMPLATES["plain"]))
+    written = TEMPLATES["plain"].replace("{{ m.content }}", "{{ m.reasoning }}{{ m.content }}")
+    assert [text for text, _ in learnt(model_of(written), turns)] == ["Hm.$", "say2é$"]
+
+
 def test_a_template_that_hides_contents_is_refused() -> None:
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content | upper }}{% endfor %}"
