@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from pydantic_core import to_json
 from starlette.responses import Response
 
 from mlx_parallm.adapters.safetensors import read_file, write_file
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.api.http.uploads import RAW_TYPES, is_json
+from mlx_parallm.api.nets.long_answers import json_with_arrays
 from mlx_parallm.api.nets.long_lists import parse_with_arrays
 from mlx_parallm.api.nets.tensors import (
     BFLOAT16,
@@ -27,7 +27,6 @@ from mlx_parallm.api.nets.tensors import (
     checked_booleans,
     is_array,
     refused,
-    written,
 )
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import TOO_MANY, is_object
@@ -181,9 +180,8 @@ def write_answer(
     present = {name: value for name, value in fields.items() if value is not None}
     if form is Form.FILE:
         return _file_of(present, bare, dtypes)
-    # The fields have no values but arrays that JSON lacks.
-    write = partial(written, as_object=form is Form.OBJECTS)
-    return Response(to_json(present, inf_nan_mode="null", fallback=write), media_type=JSON_TYPE)
+    text = json_with_arrays(present, as_objects=form is Form.OBJECTS)
+    return Response(text, media_type=JSON_TYPE)
 
 
 def _file_of(fields: Mapping[str, Any], bare: str, dtypes: Mapping[str, str]) -> Response:

@@ -31,6 +31,7 @@ from mlx_parallm.api.nets.bodies import (
     read_body,
     write_answer,
 )
+from mlx_parallm.api.nets.long_answers import num_numbers
 from mlx_parallm.api.nets.request import act_request, predict_request
 from mlx_parallm.api.nets.schema import (
     ActAnswer,
@@ -130,17 +131,15 @@ class Call(Generic[T]):
         async def work() -> Response:
             results = await prelude.client.run(request)
             fields = fields_of(self.body, self.name, results)
-            return await self._respond(results, fields, bare=bare)
+            return await self._respond(fields, bare=bare)
 
         return await unless_disconnected(prelude.request, work())
 
-    async def _respond(
-        self, results: NetResults, fields: Mapping[str, Any], *, bare: str
-    ) -> Response:
+    async def _respond(self, fields: Mapping[str, Any], *, bare: str) -> Response:
         """Return the answer with these fields; see ``write_answer``."""
         dtypes = file_dtypes(self.model.signature)
         write = partial(write_answer, fields, self.form, bare=bare, dtypes=dtypes)
-        is_short = self.form is Form.FILE or results.num_numbers <= FEW_NUMBERS
+        is_short = self.form is Form.FILE or num_numbers(fields) <= FEW_NUMBERS
         response = write() if is_short else await in_thread(write)
         tell_ignored(response, set(self.body.model_extra or ()))
         return response

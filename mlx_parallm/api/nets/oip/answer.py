@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic_core import to_json
 from starlette.responses import Response
 
+from mlx_parallm.api.nets.long_answers import json_with_arrays
 from mlx_parallm.api.nets.oip.body import COMPRESSORS, CONTENT_ENCODING, HEADER_LENGTH
 from mlx_parallm.api.nets.oip.datatypes import BINARY_SIZE, DATATYPES, written_bytes
 from mlx_parallm.api.nets.oip.inference import OUTPUTS, Inference
@@ -39,10 +39,10 @@ def infer_response(
             behind.append(written_bytes(array, output.spec.dtype))
             tensor["parameters"] = {BINARY_SIZE: len(behind[-1])}
         else:
-            tensor["data"] = array.ravel().tolist()
+            tensor["data"] = array.ravel()
         tensors.append(tensor)
     content = _object(name, inference.body.fields, results) | {OUTPUTS: tensors}
-    text = to_json(content, inf_nan_mode="null")
+    text = json_with_arrays(content)
     headers = {HEADER_LENGTH: str(len(text))} if behind else {}
     return _response(b"".join([text, *behind]), headers, BINARY if behind else JSON, coding)
 
