@@ -16,6 +16,8 @@ from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.gradients import LossKind, LossSpec, LossTarget
 from mlx_parallm.types.training import ChoiceInput, TrainingInput
 
+# MAX_LOGARITHM: of ratios and divergences; float32 ends at the exponential of 88.7.
+MAX_LOGARITHM = 80.0
 Facts = Mapping[str, mx.array]
 #: ``Losses`` are of rows, float32 ``[rows]``, with facts as in ``GradientResult``.
 Losses = tuple[mx.array, Facts]
@@ -151,7 +153,7 @@ def _policy(
     own = [_weights(item) or [1.0] * size for item, size in zip(inputs, lengths, strict=True)]
     weights = _padded(own, longest)
     moved = table - _padded([target.logprobs for target in targets], longest)
-    ratios = mx.exp(moved)
+    ratios = mx.exp(_bounded(moved))
     advantages = mx.array([[target.advantage] for target in targets])
     gains = ratios * advantages
     least = gains
@@ -166,10 +168,18 @@ def _policy(
     losses = -least
     if all(target.reference for target in targets):
         away = _padded([target.reference for target in targets], longest) - table
-        divergence = mx.exp(away) - away - 1
+        divergence = mx.exp(_bounded(away)) - away - 1
         facts["kl"] = mx.sum(divergence * is_token, axis=-1) / counts
         losses = losses + spec.kl * divergence
     return mx.sum(losses * weights, axis=-1), facts
+
+
+def _bounded(logarithms: mx.array) -> mx.array:
+    """Return logarithms whose exponentials are finite; those beyond have no gradient.
+
+    The gradient of a ratio that does not count is 0 times the ratio: NaN, were that infinite.
+    """
+    return mx.minimum(logarithms, MAX_LOGARITHM)
 
 
 def _padded(rows: Sequence[Sequence[float]], longest: int) -> mx.array:

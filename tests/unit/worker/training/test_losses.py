@@ -79,3 +79,29 @@ def test_losses_are_those_of_known_results(
     assert facts.keys() == known.keys()
     for name, fact in facts.items():
         np.testing.assert_allclose(np.array(fact), known[name], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+@pytest.mark.parametrize("far", [-200.0, -1e15])
+def test_a_ratio_beyond_float32_that_is_clipped_has_no_gradient(far: float, kl: float) -> None:
+    item = ChoiceInput((1,), ((2, 3),), by_token=True)
+    # The second token has a ratio of 1, and is all that is learnt.
+    target = LossTarget(logprobs=(far, -1.0), reference=(-1.0, -1.0), advantage=1.0)
+    spec = LossSpec(kind=LossKind.POLICY, kl=kl)
+
+    def loss(logprobs: mx.array) -> mx.array:
+        return row_losses([logprobs], [item], spec, [target])[0].sum()
+
+    value, gradient = mx.value_and_grad(loss)(mx.array([-1.0, -1.0]))
+    assert np.isfinite(float(np.array(value)))
+    np.testing.assert_allclose(np.array(gradient), [0.0, -1.0])
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_a_divergence_beyond_float32_is_finite(kl: float) -> None:
+    item = ChoiceInput((1,), ((2,),), by_token=True)
+    target = LossTarget(logprobs=(-200.0,), reference=(-1.0,), advantage=1.0)
+    spec = LossSpec(kind=LossKind.POLICY, kl=kl)
+    losses, facts = row_losses([mx.array([-200.0])], [item], spec, [target])
+    assert np.isfinite(np.array(losses)).all()
+    assert np.isfinite(np.array(facts["kl"])).all()
