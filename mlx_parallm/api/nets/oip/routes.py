@@ -77,7 +77,10 @@ async def server_live(engine: EngineDep) -> ServerLive:
 
 @routes.get("/v2/health/ready", access=Access.OPEN, is_polled=True, in_any_process=False)
 async def server_ready(engine: EngineDep) -> ServerReady:
-    """Answer 200 while requests are admitted and an engine is ready, else 503 with the reason."""
+    """Answer 200 while an engine is ready, else 503 with the reason; a pause changes nothing.
+
+    It is as ``GET /ready``, so that the request that ends a pause reaches the server.
+    """
     engine.check_open()
     readiness = engine.readiness()
     if Readiness.READY not in readiness:
