@@ -158,7 +158,11 @@ def install_error_handlers(app: FastAPI) -> None:
 def handler_of(
     request: Request, error: Exception
 ) -> Callable[[Request, Exception], Awaitable[Response]] | None:
-    """Return what answers an error; None if it is a bug, answered outside of every middleware."""
+    """Return what answers an error; None if it is a bug, answered outside of every middleware.
+
+    Unlike Starlette, it looks for classes of errors alone, not for statuses, and what it finds must
+    be a coroutine function.
+    """
     handlers: Mapping[Any, Any] = request.app.exception_handlers
     classes = (cls for cls in type(error).__mro__ if cls is not Exception)
     return next((handlers[cls] for cls in classes if cls in handlers), None)
@@ -184,10 +188,12 @@ def _invalid_body(request: Request, problems: Sequence[Any]) -> Failure:
     return Failure(http=400, type=error_type(400), message=message, param=param)
 
 
-async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
+async def _on_http(request: Request, error: HTTPException) -> Response:
     # FastAPI wraps errors that are raised while the body is read.
     if isinstance(error.__cause__, errors.ParallmError):
         return response_of(error.__cause__, request.scope)
+    if isinstance(error.__cause__, ClientDisconnect):
+        return await _on_disconnect(request, error.__cause__)
     headers = dict(error.headers or {})
     if error.status_code == 405:
         return _wrong_method(request, _allowed(request, headers.pop("Allow", "")), headers)

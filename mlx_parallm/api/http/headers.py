@@ -16,8 +16,10 @@ class IndexedHeaders(Headers):
     """Headers that are found without comparing all names; of equal names the first counts."""
 
     def __init__(self, scope: Scope) -> None:
-        super().__init__(raw=scope["headers"])
-        self._values: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        # ASGI allows any iterable.
+        raw = list(scope["headers"])
+        super().__init__(raw=raw)
+        self._values: dict[bytes, bytes] = dict(reversed(raw))
 
     @override
     def get(self, key: str, default: Any = None) -> Any:

@@ -129,10 +129,7 @@ async def _json_object(request: JsonRequest) -> dict[str, Any] | None:
     content_type = request.headers.get("content-type", "")
     if content_type.lower().partition(";")[0] != JSON:
         return None
-    try:
-        body = await request.json() if await request.body() else None
-    except ClientDisconnect:
-        return None
+    body = await request.json() if await request.body() else None
     return body if is_object(body) else None
 
 

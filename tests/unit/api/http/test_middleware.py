@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from starlette.datastructures import Headers
 
 from mlx_parallm.api.http.declared import SMALL_BODY_BYTES
-from mlx_parallm.api.http.headers import headers_of
+from mlx_parallm.api.http.headers import IndexedHeaders, headers_of
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.status import ModelStatus
 from tests.api_app import make_app
@@ -350,3 +350,10 @@ def test_headers_are_found_as_starlette_finds_them() -> None:
         assert (name in indexed) == (name in plain)
     assert indexed.get("x-c", "none") == "none"
     assert indexed.items() == plain.items()
+
+
+def test_headers_may_come_in_any_iterable() -> None:
+    pairs = [(b"a", b"1"), (b"b", b"2"), (b"a", b"3")]
+    for raw in (pairs, tuple(pairs), iter(pairs), dict.fromkeys(pairs)):
+        headers = IndexedHeaders({"headers": raw})
+        assert (headers.get("A"), headers.getlist("a"), headers.get("c")) == ("1", ["1", "3"], None)
