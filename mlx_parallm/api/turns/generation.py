@@ -204,12 +204,13 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
     caller = asyncio.current_task()
     assert caller is not None, "coroutines run in tasks"
     watch: asyncio.Task[None] | None = None
-    is_gone = False
+    is_gone = is_over = False
 
     def on_end(ended: asyncio.Future[None]) -> None:
         nonlocal is_gone
-        # An error of ``receive`` means that the client is gone, too.
-        if not ended.cancelled():
+        # An error of ``receive`` means that the client is gone, too. This call may be pending
+        # already when the work ends.
+        if not ended.cancelled() and not is_over:
             ended.exception()
             is_gone = True
             caller.cancel()
@@ -228,6 +229,7 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
             return Response(status_code=CLIENT_CLOSED)
         raise
     finally:
+        is_over = True
         timer.cancel()
         if watch is not None:
             watch.remove_done_callback(on_end)

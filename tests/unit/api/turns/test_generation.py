@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
+from starlette.requests import Request
 
-from mlx_parallm.api.turns.generation import Generation
+from mlx_parallm.api.turns import generation
+from mlx_parallm.api.turns.generation import Generation, unless_disconnected
 from mlx_parallm.generation.model import RequestHandle
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 from mlx_parallm.types.request import GenerateRequest
@@ -94,3 +97,34 @@ async def test_nothing_waits_for_the_reader_of_an_aborted_generation() -> None:
     await asyncio.sleep(0)
     assert [task for task in left if "_pump" in repr(task) and not task.done()] == []
     assert aborted(engine) == {"0", "1", "2"}
+
+
+async def test_a_client_that_leaves_as_its_answer_is_ready_cancels_nothing_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generation, "WATCH_AFTER_S", 0.0)
+    loop = asyncio.get_running_loop()
+    watched = asyncio.Event()
+    left: asyncio.Future[Any] = loop.create_future()
+    done: asyncio.Future[str] = loop.create_future()
+
+    async def receive() -> Any:
+        watched.set()
+        return await left
+
+    async def work() -> str:
+        return await done
+
+    async def answer() -> Any:
+        request = Request({"type": "http", "headers": []}, receive)
+        result = await unless_disconnected(request, work())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return result
+
+    caller = asyncio.ensure_future(answer())
+    await watched.wait()
+    left.set_result({"type": "http.disconnect"})
+    done.set_result("answer")
+    assert await caller == "answer"
+    assert caller.cancelling() == 0
