@@ -226,14 +226,20 @@ class AdapterControl:
         """
         before = self.names.kept.get(name)
         self.names.kept = {**self.names.kept, name: NamedAdapter(name, base, str(folder))}
-        if before is not None and before.source != str(folder) and name in self.names.known:
-            await self.unload_adapter(name)
-        if loads:
-            try:
-                await self.ensure_loaded(name, base)
-            except ParallmError as problem:
-                logger.warning("%s is loaded once a request names it: %s", name, problem)
-        await self.announce()
+        try:
+            if before is not None and before.source != str(folder) and name in self.names.known:
+                await self.unload_adapter(name)
+            if loads:
+                await self._load_kept(name, base)
+        finally:
+            await self.announce()
+
+    async def _load_kept(self, name: str, base: str) -> None:
+        """Load a kept adapter now, if there is room for it."""
+        try:
+            await self.ensure_loaded(name, base)
+        except ParallmError as problem:
+            logger.warning("%s is loaded once a request names it: %s", name, problem)
 
     async def forget_kept(self, name: str) -> None:
         """Serve a kept adapter no more; nothing happens if there is none."""
@@ -241,9 +247,11 @@ class AdapterControl:
             return
         kept = self.names.kept
         self.names.kept = {other: adapter for other, adapter in kept.items() if other != name}
-        if name in self.names.known:
-            await self.unload_adapter(name)
-        await self.announce()
+        try:
+            if name in self.names.known:
+                await self.unload_adapter(name)
+        finally:
+            await self.announce()
 
     async def read_named(self, name: str) -> AdapterUpload:
         """Return an adapter that requests may name before it is loaded.

@@ -27,7 +27,7 @@ from mlx_parallm.generation.model import GENERATION_TRAITS
 from mlx_parallm.nets.model import NET_TRAITS
 from mlx_parallm.pooling.adapters import EncoderAdapterSet
 from mlx_parallm.pooling.model import POOLING_TRAITS
-from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError
+from mlx_parallm.types.errors import EngineDeadError, InvalidRequestError, ModelNotFoundError
 from tests.sum_kind import SumModel
 from tests.version_harness import SlotRecord, adapter
 
@@ -159,6 +159,28 @@ async def test_a_kept_adapter_is_served_until_it_is_forgotten(
         await control.forget_kept(name)
     assert control.adapters() == []
     assert control.names.named("later") is None
+
+
+async def test_other_processes_learn_of_kept_adapters_even_if_the_engine_fails(
+    door: TwoEncoders, control: AdapterControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announced: list[list[str]] = []
+
+    async def announce() -> None:
+        announced.append(list(control.names.kept))
+
+    async def fail(action: EngineCommand[Any]) -> Any:
+        raise EngineDeadError("The engine died.")
+
+    control.announce = announce
+    await control.keep("a", "m", tmp_path / "first")
+    with monkeypatch.context() as broken:
+        broken.setattr(door, "call", fail)
+        with pytest.raises(EngineDeadError):
+            await control.keep("a", "m", tmp_path / "second")
+        with pytest.raises(EngineDeadError):
+            await control.forget_kept("a")
+    assert announced == [["a"], ["a"], []]
 
 
 async def test_a_kept_adapter_waits_for_room(
