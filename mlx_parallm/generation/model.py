@@ -37,7 +37,7 @@ GENERATION_TRAITS = KindTraits(
     refuses_load="is not a pooling model. Models that generate are loaded only when the server "
     "starts, because their KV memory is planned there.",
     refuses_unload="generates; such models cannot be unloaded.",
-    refuses_other="is a model that generates, not a pooling model.",
+    refuses_other="is a model that generates, not a model of this route.",
 )
 
 

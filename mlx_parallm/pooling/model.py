@@ -20,7 +20,7 @@ POOLING_TRAITS = KindTraits(
     loads_later=True,
     takes_adapters=True,
     refuses_change="is a pooling model: its weights stay as they were loaded.",
-    refuses_other="is a pooling model and cannot generate (docs/pooling.md).",
+    refuses_other="is a pooling model, not a model of this route (docs/pooling.md).",
 )
 
 

@@ -208,6 +208,13 @@ async def test_a_kept_adapter_of_no_model_is_not_listed(
     assert list(control.unloaded()) == []
 
 
+@pytest.mark.parametrize("traits", [GENERATION_TRAITS, POOLING_TRAITS, NET_TRAITS])
+def test_refusals_of_requests_of_another_kind_fit_the_routes_of_all(traits: KindTraits) -> None:
+    for other in (GENERATION_TRAITS, POOLING_TRAITS, NET_TRAITS):
+        assert f"not a {other.name}" not in traits.refuses_other
+    assert "cannot generate" not in traits.refuses_other
+
+
 SUM = SumModel(names=("sum", "alias"), root="r", num_bytes=0)
 
 

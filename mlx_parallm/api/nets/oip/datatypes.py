@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from mlx_parallm.api.http.forms import OpenForm
 from mlx_parallm.api.nets.oip.body import HEADER_LENGTH
 from mlx_parallm.api.nets.oip.schema import InferInput
 from mlx_parallm.api.nets.tensors import (
@@ -41,6 +42,9 @@ DATATYPES: Mapping[str, str] = {
 # MAX_NAME_CHARS: of a name in a refusal.
 MAX_NAME_CHARS = 64
 BINARY_SIZE = "binary_data_size"
+# REFUSED: parameters of a tensor that would change what is computed or answered, see Triton's
+# extensions.
+REFUSED = ("classification", "shared_memory_region")
 
 
 def read_inputs(
@@ -54,15 +58,17 @@ def read_inputs(
         specs: the inputs of the net.
 
     Raises:
-        InvalidRequestError: a tensor has another datatype than the net's, occurs twice, has neither
-            or both of numbers and bytes, or more or less of them than its shape says; or there are
-            more bytes than those of all tensors. Unknown and missing names are not refused here.
+        InvalidRequestError: a tensor has another datatype than the net's, occurs twice, is in
+            shared memory, has neither or both of numbers and bytes, or more or less of them than
+            its shape says; or there are more bytes than those of all tensors. Unknown and missing
+            names are not refused here.
     """
     known = {spec.name: spec for spec in specs}
     arrays: dict[str, np.ndarray] = {}
     place = 0
     for tensor in inputs:
         where = f"{INPUTS}.{tensor.name[:MAX_NAME_CHARS]}"
+        check_parameters(tensor.parameters, where)
         check_sizes(tensor.shape, where)
         if tensor.name in arrays:
             raise refused(where, "occurs twice")
@@ -83,6 +89,13 @@ def read_inputs(
             param=INPUTS,
         )
     return arrays
+
+
+def check_parameters(parameters: OpenForm, where: str) -> None:
+    """Raise InvalidRequestError for parameters of a tensor that are not supported."""
+    for name in REFUSED:
+        if (parameters.model_extra or {}).get(name):
+            raise refused(where, f"has the parameter {name}, which is not supported")
 
 
 def _dtype(tensor: InferInput, spec: TensorSpec | None, where: str) -> str:

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 from mlx_parallm.api.nets.checks import checked_inputs
 from mlx_parallm.api.nets.oip.body import InferBody, split_body
-from mlx_parallm.api.nets.oip.datatypes import MAX_NAME_CHARS, read_inputs
+from mlx_parallm.api.nets.oip.datatypes import MAX_NAME_CHARS, check_parameters, read_inputs
 from mlx_parallm.api.nets.oip.schema import InferParameters, InferRequest
 from mlx_parallm.nets.model import NetModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.nets import INPUTS, NetRequest, NetSignature, SequenceUse, TensorSpec
 
 OUTPUTS = "outputs"
-# REFUSED: parameters of an output that would change the answer, see Triton's extensions.
-REFUSED = ("classification", "shared_memory_region")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +114,7 @@ def wanted_outputs(body: InferRequest, specs: Sequence[TensorSpec]) -> list[Want
         if spec is None or output.name in wanted:
             problem = "occurs twice" if spec else f"is unknown; there are {', '.join(known)}"
             raise InvalidRequestError(f"{where} {problem}.", param=OUTPUTS)
-        for name in REFUSED:
-            if (output.parameters.model_extra or {}).get(name):
-                raise InvalidRequestError(
-                    f"{where} has the parameter {name}, which is not supported.", param=OUTPUTS
-                )
+        check_parameters(output.parameters, where)
         own = output.parameters.binary_data
         wanted[output.name] = WantedOutput(spec, binary if own is None else own)
     return list(wanted.values())

@@ -148,7 +148,8 @@ def test_bytes_of_several_inputs_come_in_the_order_of_the_object() -> None:
         ([tensor(name="x", datatype="STRING")], "datatype other than BOOL"),
         ([tensor(data=...)], "needs either data or the parameter binary_data_size"),
         ([tensor(parameters={"binary_data_size": 32})], "needs either data"),
-        ([tensor(parameters={"shared_memory_region": "r"}, data=...)], "needs either data"),
+        ([tensor(parameters={"shared_memory_region": "r"}, data=...)], "is not supported"),
+        ([tensor(parameters={"shared_memory_region": "r"})], "shared_memory_region, which is not"),
         (
             [tensor(data=[1.0])],
             "has data of the shape [1], which is neither [2, 4] nor a list of 8",
