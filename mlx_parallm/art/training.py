@@ -19,6 +19,7 @@ from mlx_parallm.art.trajectories import (
     conversations,
     group_advantages,
     sampled_answers,
+    teaches,
 )
 from mlx_parallm.client import GradientStep, RLClient, TrainingSession
 from mlx_parallm.client.mezo import token_averaged
@@ -200,6 +201,15 @@ class _ServerStep:
         rates = cast("list[float]", rate) if isinstance(rate, list) else [rate] * len(batches)
         if len(rates) != len(batches):
             raise BackendError(f"There are {len(rates)} learning rates for {len(batches)} batches.")
+        # Batches and rates are ART's; what teaches nothing is left out of them.
+        taught = [
+            (kept, rate)
+            for batch, rate in zip(batches, rates, strict=True)
+            if (kept := [row for row in batch if teaches(row)])
+        ]
+        if not taught:
+            raise BackendError("No trajectory has an answer that says anything.")
+        batches, rates = map(list, zip(*taught, strict=True))
         return _means(await self._train({"kind": "completion"}, batches, rates))
 
     def _rewarded(

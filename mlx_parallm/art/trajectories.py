@@ -79,7 +79,10 @@ def sampled_answers(trajectory: Any, name: str) -> list[Sampled]:
 
 
 def conversations(trajectory: Any, name: str, turns: str = ALL_TURNS) -> list[dict[str, Any]]:
-    """Return a trajectory's conversations as rows; ``turns``: which of the assistant's count."""
+    """Return a trajectory's conversations as rows; ``turns``: which of the assistant's count.
+
+    Turns of the assistant that say nothing never do.
+    """
     whole: list[tuple[Turns, Sequence[Any] | None]] = [
         ([_message(item) if _is_choice(item) else dict(item) for item in items], tools)
         for items, tools in _histories(trajectory)
@@ -91,13 +94,23 @@ def conversations(trajectory: Any, name: str, turns: str = ALL_TURNS) -> list[di
     return [_row(messages, tools, turns) for messages, tools in whole]
 
 
+def teaches(row: Mapping[str, Any]) -> bool:
+    """True if a turn of a conversation counts."""
+    return any(turn["role"] == "assistant" and turn.get("weight") != 0 for turn in row["messages"])
+
+
 def _row(messages: Turns, tools: Sequence[Any] | None, turns: str) -> dict[str, Any]:
-    if turns == LAST_TURN:
-        places = [at for at, turn in enumerate(messages) if turn["role"] == "assistant"]
-        messages = [
-            turn | {"weight": 0} if at in places[:-1] else turn for at, turn in enumerate(messages)
-        ]
-    return {"messages": messages} | ({"tools": list(tools)} if tools else {})
+    places = [at for at, turn in enumerate(messages) if turn["role"] == "assistant"]
+    others = set(places[:-1] if turns == LAST_TURN else ())
+    others |= {at for at in places if _is_silent(messages[at])}
+    counted = [turn | {"weight": 0} if at in others else turn for at, turn in enumerate(messages)]
+    return {"messages": counted} | ({"tools": list(tools)} if tools else {})
+
+
+def _is_silent(turn: Mapping[str, Any]) -> bool:
+    content = turn.get("content")
+    said = content.strip() if isinstance(content, str) else content
+    return not said and not turn.get("tool_calls")
 
 
 def _histories(trajectory: Any) -> Iterator[tuple[Sequence[Any], Sequence[Any] | None]]:

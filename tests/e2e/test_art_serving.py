@@ -233,7 +233,7 @@ class Agent:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    async def group(self, *, exact: bool = True) -> list[SimpleNamespace]:
+    async def group(self, *, exact: bool = True, thinks: bool = True) -> list[SimpleNamespace]:
         """Return a group of trajectories of which the longest answers are the best."""
         messages = [{"role": "user", "content": "SUM 381 563"}]
         answer = await self.ask(
@@ -247,6 +247,7 @@ class Agent:
                 "logprobs": True,
                 "return_token_ids": True,
                 "return_tokens_as_token_ids": True,
+                "chat_template_kwargs": {"enable_thinking": thinks},
             },
         )
         trajectories = []
@@ -321,7 +322,7 @@ async def test_a_step_that_failed_is_not_learnt(agent: Agent) -> None:
 
 async def test_the_server_imitates_trajectories_and_goes_on_with_rewards(agent: Agent) -> None:
     config = SimpleNamespace(learning_rate=[1e-3, 2e-3], batch_size=2, assistant_turns="last")
-    data = await agent.group()
+    data = await agent.group(thinks=False)
     _, first = await agent.backend._train("sft", agent.model, data, {"config": config})
     _, second = await agent.backend._train("sft", agent.model, data, {"config": config})
     assert second["loss"] < first["loss"]

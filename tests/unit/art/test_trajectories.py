@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.art.server import BackendError
-from mlx_parallm.art.trajectories import conversations, group_advantages, sampled_answers
+from mlx_parallm.art.trajectories import conversations, group_advantages, sampled_answers, teaches
 
 NAME = "policy"
 ASK: dict[str, Any] = {"role": "user", "content": "ask"}
@@ -94,6 +94,16 @@ def test_conversations_learn_all_turns_or_the_last() -> None:
     assert row["messages"][1]["tool_calls"] == [{"id": "a", "function": {"name": "look"}}]
     (row,) = conversations(own, NAME, "last")
     assert [turn.get("weight") for turn in row["messages"]] == [None, 0, None, None]
+
+
+@pytest.mark.parametrize("silent", ["", None, "  "])
+def test_turns_that_say_nothing_teach_nothing(silent: str | None) -> None:
+    (row,) = conversations(trajectory(ASK, choice(silent, []), ASK, choice("one", [1])), NAME)
+    assert [turn.get("weight") for turn in row["messages"]] == [None, 0, None, None]
+    assert teaches(row)
+    for turns in ("all", "last"):
+        own = trajectory(ASK, {"role": "assistant", "content": silent})
+        assert not any(map(teaches, conversations(own, NAME, turns)))
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=8))
