@@ -145,8 +145,8 @@ def with_adapter(status: ModelStatus, adapter: NamedAdapter) -> ModelStatus:
     return replace(status, names=(adapter.name,), root=root, model=model, parent=adapter.base)
 
 
-async def _nobody_knows() -> None:
-    """Announce nothing: there is one process."""
+async def _announce_nothing() -> None:
+    """Return at once: no other process names adapters."""
 
 
 class AdapterControl:
@@ -164,7 +164,7 @@ class AdapterControl:
         self._metrics = metrics
         self._folders = AdapterFolders(config)
         self.sleep_level = 0
-        self.announce: Callable[[], Awaitable[None]] = _nobody_knows
+        self.announce: Callable[[], Awaitable[None]] = _announce_nothing
         self.names = AdapterNames(door, self._folders)
         self.versions: Mapping[str, WeightsVersion] = {}
         # Loads of adapters that are found by name, so that many requests share one.

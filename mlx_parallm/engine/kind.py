@@ -7,6 +7,7 @@ is what the event loop knows of it, and can be pickled.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,11 @@ from mlx_parallm.types.step import StepTracer
 if TYPE_CHECKING:
     from mlx_parallm.engine.metrics import MetricFamilies
     from mlx_parallm.engine.policies import Policies
+    from mlx_parallm.worker.ops import Pending
     from mlx_parallm.worker.worker import Worker
 
+# ADVANCE_S: seconds of a load between two steps, unless one part takes longer.
+ADVANCE_S = 0.01
 #: ``ClientT``: what speaks to the models of one kind.
 ClientT = TypeVar("ClientT", covariant=True, default=Any)
 
@@ -123,6 +127,15 @@ class BuildContext:
     worker: Worker
     on_progress: TellProgress
     tracer: StepTracer | None = None
+
+
+def advance_load(pending: Pending[Any]) -> None:
+    """Compute stages of a load for ``ADVANCE_S``, or one that takes longer, but never the last."""
+    end_s = time.perf_counter() + ADVANCE_S
+    while pending.num_stages > 1:
+        pending.advance()
+        if time.perf_counter() >= end_s:
+            break
 
 
 class PendingModel(Protocol):

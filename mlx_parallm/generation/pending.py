@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.engine.kind import BuildContext, BuiltModel, ModelFolder
+from mlx_parallm.engine.kind import BuildContext, BuiltModel, ModelFolder, advance_load
 from mlx_parallm.engine.model_files import fetch_model
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.generation.assembly import LoadedDraft, LoadedGenerator, assembled, grammars_of
@@ -26,8 +25,6 @@ from mlx_parallm.worker.generation.load.plan import GenerationPlan, GenerationSp
 from mlx_parallm.worker.ops import Allocate, Load, Pending, Stages
 from mlx_parallm.worker.worker import PendingLoad
 
-# ADVANCE_S: seconds of a load between two steps, unless one part takes longer.
-ADVANCE_S = 0.01
 # READ_SHARE: the share of a load that is reading the weights.
 READ_SHARE = 0.8
 
@@ -96,14 +93,12 @@ class PendingGenerationModel:
         self._allocation = _Allocation(share, grammars, self._context.worker.begin(op))
 
     def advance(self) -> float:
-        """Load for up to ``ADVANCE_S`` seconds; return the share loaded so far, from 0 to 1."""
-        end_s = time.perf_counter() + ADVANCE_S
-        while self._stages.num_stages > 1 and time.perf_counter() < end_s:
-            with load_failures(self._folder.path):
-                self._stages.advance()
+        """See ``PendingModel``."""
+        with load_failures(self._folder.path):
+            advance_load(self._stages)
         if self._reading.num_stages > 1:
             return READ_SHARE * (1.0 - (self._opened.num_stages - 1) / self._num_parts)
-        return READ_SHARE if self._stages.num_stages > 1 else 1.0
+        return READ_SHARE if self._allocation is None or self._stages.num_stages > 1 else 1.0
 
     @property
     def _stages(self) -> Pending[Any]:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.device import DeviceAdapters
-from mlx_parallm.engine.kind import BuiltModel, ModelFolder
+from mlx_parallm.engine.kind import BuiltModel, ModelFolder, advance_load
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.models.checkpoints.encoders import is_encoder, names_reward, scores_are_logits
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 # its figure, because a layer's activations no longer fit its caches.
 GPU_MAX_TOKENS = 8192
 CPU_MAX_TOKENS = 512
-# ADVANCE_S: seconds of a load between two steps, unless one part takes longer.
-ADVANCE_S = 0.01
 # MAX_WAITING: distinct inputs that may wait; a request with more of them runs alone.
 MAX_WAITING = 20_000
 
@@ -98,13 +96,9 @@ class PendingPoolingModel:
         self._num_stages = max(1, opened.num_stages - 1)
 
     def advance(self) -> float:
-        """Load for up to ``ADVANCE_S`` seconds; return the share loaded so far, from 0 to 1."""
-        opened, end_s = self._opened, time.perf_counter() + ADVANCE_S
-        while opened.num_stages > 1:
-            opened.advance()
-            if time.perf_counter() >= end_s:
-                break
-        return 1.0 - (opened.num_stages - 1) / self._num_stages
+        """See ``PendingModel``."""
+        advance_load(self._opened)
+        return 1.0 - (self._opened.num_stages - 1) / self._num_stages
 
     def close(self) -> None:
         """Drop the load, unless it was finished."""

@@ -276,6 +276,11 @@ class PoolingInfo:
     poolings: tuple[str, ...] = ()
     late: LateInteraction | None = None
 
+    @property
+    def has_one_score(self) -> bool:
+        """True if it gives a text one score, as reward models do, and no labels to choose among."""
+        return "classify" in self.tasks and len(self.labels) == 1
+
 
 @dataclass(frozen=True, slots=True)
 class OwnHead:

@@ -79,7 +79,7 @@ async def new_job(
     if body.validation_file is not None:
         validation = await read(body.validation_file, "validation_file")
     settings = job_settings(body, method, hyper, owner, model.names[0], len(examples))
-    session_body = session_of(settings, objective, _head(model, settings))
+    session_body = session_of(settings, objective, _head(model))
     has_score = isinstance(model, PoolingModel)
     make = config_maker(session_body, model.names[0], has_score=has_score)
     with _fields_of_job(place):
@@ -228,12 +228,11 @@ def job_settings(
     )
 
 
-def _head(model: PoolingModel | GenerationModel, settings: JobSettings) -> bool | str:
+def _head(model: PoolingModel | GenerationModel) -> bool | str:
     """Return which head a job trains: that of a model with one score, or a new one."""
     if not isinstance(model, PoolingModel):
         return False
-    has_score = "classify" in model.info.tasks and len(model.info.labels) == 1
-    return True if has_score else NEW_HEAD
+    return True if model.info.has_one_score else NEW_HEAD
 
 
 def session_of(

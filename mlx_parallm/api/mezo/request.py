@@ -271,8 +271,7 @@ def _model_of_pairs(
 
 def with_score(model: PoolingModel, *, makes_head: bool) -> PoolingModel:
     """Return a model with one score, or that gets one; raise InvalidRequestError if it has none."""
-    has_score = "classify" in model.info.tasks and len(model.info.labels) == 1
-    if not has_score and not makes_head:
+    if not model.info.has_one_score and not makes_head:
         raise InvalidRequestError(
             f"{model.names[0]} has no score of one label, and pairs compare one score: "
             f'trainable.head "{NEW_HEAD}" trains a new one.',
