@@ -37,7 +37,7 @@ ISO_TIME, ISO_TIME_RECORDED = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+"), "2026-01-0
 METRIC = re.compile(r"^([a-z_:]+(?:\{.*\})?) [\d.e+-]+$", re.MULTILINE)
 TIME_FIELD = re.compile(r"created|expires_at|.*_at")
 DURATION = 0.01
-DURATION_FIELD = re.compile(r".*(_ms|_s|_latency|_time)")
+DURATION_FIELD = re.compile(r".*(_ms|_s|_latency|_time|_duration)")
 DIGITS = 4
 # A stream is recorded without its middle, which is cut by a comment of its protocol.
 FIRST_EVENTS, LAST_EVENTS = 2, 3

@@ -25,6 +25,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": HI, "max_tokens": 4},
     "/v1/rl/rollout": {"prompts": ["hi"]},
     "/v1/chat/completions/render": {"messages": HI},
+    "/api/chat": {"messages": HI, "stream": False},
+    "/api/generate": {"prompt": "hi", "stream": False},
 }
 # The answers of these routes name no model, or name it differently.
 NAMELESS: dict[str, dict[str, Any]] = {

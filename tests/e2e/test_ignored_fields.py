@@ -44,6 +44,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [65]},
     "/generate": {"text": "hi"},
+    "/api/chat": {"messages": HI},
+    "/api/generate": {"prompt": "hi"},
     "/inference/v1/generate": {"token_ids": [65], "sampling_params": {}},
     "/abort_request": {"rid": "none"},
     "/pause_generation": {},

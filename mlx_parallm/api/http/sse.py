@@ -11,13 +11,13 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+EVENT_STREAM = "text/event-stream"
 HEADERS = {
-    "content-type": "text/event-stream",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
 # STREAMED: for the schema of a route that may stream.
-STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {EVENT_STREAM: {}}}}
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -83,8 +83,9 @@ class EventStreamResponse(Response):
         on_close: Callable[[], Awaitable[None]],
         keep_alive_s: float,
         keep_alive: bytes = KEEP_ALIVE,
+        content_type: str = EVENT_STREAM,
     ) -> None:
-        super().__init__(headers=HEADERS)
+        super().__init__(headers=HEADERS | {"content-type": content_type})
         del self.headers["content-length"]
         self._chunks = chunks
         self._on_close = on_close

@@ -40,6 +40,7 @@ class StreamForm:
     encode: Callable[..., bytes]
     end: bytes = b""
     keep_alive: bytes = sse.KEEP_ALIVE
+    content_type: str = sse.EVENT_STREAM
 
 
 CHUNKS = StreamForm(sse.data, sse.DONE)
@@ -89,6 +90,7 @@ async def _stream(
         on_close=generation.abort,
         keep_alive_s=keep_alive_s,
         keep_alive=form.keep_alive,
+        content_type=form.content_type,
     )
 
 

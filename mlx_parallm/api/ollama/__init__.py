@@ -1,0 +1,1 @@
+"""Ollama's dialect: its routes for chats, texts, embeddings and models."""
