@@ -46,6 +46,10 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "batch": Command("mlx_parallm.cli.batch", "answer a file of OpenAI batch lines"),
     "bench": Command("mlx_parallm.bench.cli", "measure a running server, or the engine by itself"),
+    "models": Command(
+        "mlx_parallm.cli.models.command",
+        "list, fetch, convert and remove models, or load them into a running server",
+    ),
     "kv": Command("mlx_parallm.cli.kv", "show or remove the KV that servers keep on a disk"),
     "doctor": Command(
         "mlx_parallm.cli.doctor.command",

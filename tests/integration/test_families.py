@@ -16,7 +16,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.config import ModelConfig
+from mlx_parallm.models.checkpoints.decoder_sizes import kv_bytes_per_token
 from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.worker.generation.cache_layout import kv_shapes, probe_layout
 from mlx_parallm.worker.weights.loader import load_model
 from scripts.golden_family_cases import FAMILIES
 from tests.encoder_folders import write_golden
@@ -41,6 +43,18 @@ DIFFERENT = {
     "olmo3_bases": "rope_parameters",
     "phi3_longrope": "rope_scaling",
     "qwen2_window": "sliding_window",
+}
+#: ``KV_APART``: families whose config.json gives another KV than their modules keep, or none.
+KV_APART = {
+    "falcon_mamba",
+    "gemma4_text",
+    "jamba",
+    "longcat_flash",
+    "mamba",
+    "mamba2",
+    "mimo_v2_flash",
+    "nemotron_h",
+    "recurrent_gemma",
 }
 # TOLERANCE: of the largest logit. Some models take another approximation of GELU.
 TOLERANCE = 2e-3
@@ -114,3 +128,13 @@ def test_a_context_within_the_original_one_has_its_factors(
 def test_what_mlx_lm_lacks_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=REFUSED[name]):
         load(tmp_path, read_family(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
+def test_the_kv_that_a_config_gives_is_what_the_modules_keep(name: str, tmp_path: Path) -> None:
+    model = load(tmp_path, read_family(name))
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    kept = sum(shape.bytes_per_token(None) for shape in kv_shapes(probe_layout(model)))
+    estimate = kv_bytes_per_token(config | {"dtype": "float32", "torch_dtype": "float32"})
+    assert (estimate != kept) is (name in KV_APART)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -104,13 +105,21 @@ def log_download(text: str, share: float) -> None:
 def _download(
     path: str, revision: str | None, on_progress: Progress, patterns: Sequence[str]
 ) -> Path:
-    try:
+    with hub_errors(path, revision):
         snapshot = snapshot_download(
             path,
             revision=revision,
             allow_patterns=list(patterns),
             tqdm_class=progress_class(f"Downloading {path}", on_progress),
         )
+    return Path(snapshot)
+
+
+@contextlib.contextmanager
+def hub_errors(path: str, revision: str | None) -> Generator[None]:
+    """Raise ``ModelLoadError`` with one sentence for what the hub, or the way to it, refuses."""
+    try:
+        yield
     except GatedRepoError as error:
         raise ModelLoadError(
             f"{path} is gated: accept its terms on the hub, then set HF_TOKEN."
@@ -129,7 +138,6 @@ def _download(
         ) from error
     except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
         raise ModelLoadError(f"{path} could not be downloaded: {error}") from error
-    return Path(snapshot)
 
 
 def progress_class(text: str, on_progress: Progress) -> type[tqdm]:

@@ -1,0 +1,1 @@
+"""The command ``mlx_parallm models``: models on this machine, and in a running server."""
