@@ -40,7 +40,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 # These end when make does, however that ends; `exec`, so that no shell is between them and make.
 WITH_MAKE := $(BIN)/python -m mlx_parallm.peers.child_process parent
 
-.PHONY: help serve test test-slow test-engines test-ranks page-test conformance trainers corpus corpus-sample newest check-encoder check-seq2seq check-mezo check-reward check-vision cluster-check lint checks format unit bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test test-slow test-engines test-ranks page-test conformance trainers corpus corpus-sample newest check-encoder check-seq2seq check-mezo check-reward check-vision cluster-check lint checks format unit dist bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -171,6 +171,12 @@ checks: $(DEV_STAMP)
 format: $(DEV_STAMP) ## Format the code and apply safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The wheel is built from the sdist, so that neither lacks a file.
+dist: $(RUNTIME_STAMP) ## A wheel and an sdist in dist/
+	@rm -rf dist && $(BIN)/python -m hatchling build -t sdist
+	@$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-index --no-deps --no-build-isolation -w dist dist/*.tar.gz
+	@ls -l dist
 
 bench: $(DEV_STAMP) ## Load a running server (ARGS="--base-url http://127.0.0.1:8000 …")
 	@$(BIN)/python -m mlx_parallm bench serve $(ARGS)
