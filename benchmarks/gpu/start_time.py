@@ -35,13 +35,10 @@ from benchmarks.gpu.servers import SERVED
 from benchmarks.make_model import CONFIG, LEXICON_SEED, LEXICON_SIZE, make_model
 from benchmarks.servers import SERVED_NAME, Server, running_server
 from mlx_parallm.bench.workload import make_lexicon
-from mlx_parallm.kernels.device_precompiler import (
-    CUDA_TYPES,
-    FOLDER_VARIABLE,
-    device_precompiler,
-)
+from mlx_parallm.kernels.device_precompiler import CUDA_TYPES, device_precompiler
 from mlx_parallm.kernels.language import CudaLanguage
 from mlx_parallm.kernels.precompiled import Precompiler
+from mlx_parallm.kernels.store import FOLDER_VARIABLE
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import LayerShape
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention

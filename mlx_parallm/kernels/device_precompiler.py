@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 
 import mlx.core as mx
@@ -14,13 +12,10 @@ import mlx.core as mx
 from mlx_parallm.kernels.compiler import KernelCompiler
 from mlx_parallm.kernels.nvrtc import loaded_nvrtc
 from mlx_parallm.kernels.precompiled import Precompiler
-from mlx_parallm.kernels.store import KernelStore
-from mlx_parallm.machine import user_cache
+from mlx_parallm.kernels.store import KernelStore, kernel_folder
 
 logger = logging.getLogger(__name__)
 
-#: ``FOLDER_VARIABLE``: the environment variable of ``--kernel-cache-dir``.
-FOLDER_VARIABLE = "MLX_PARALLM_KERNEL_CACHE_DIR"
 #: ``CUDA_TYPES``: CUDA's names for the dtypes of arguments.
 CUDA_TYPES: Mapping[mx.Dtype, str] = MappingProxyType(
     {
@@ -49,17 +44,9 @@ def device_precompiler() -> Precompiler | None:
                 "CUDA's headers are missing"
             )
             return None
-        store = KernelStore(kernel_folder(os.environ))
+        store = KernelStore(kernel_folder(None))
         compiler = KernelCompiler(nvrtc.compile, nvrtc.identity, store)
     except (AttributeError, OSError, RuntimeError) as cause:
         logger.warning("MLX compiles the GPU kernels itself, which takes longer: %s", cause)
         return None
     return Precompiler(compiler, mx.fast.precompiled_cuda_kernel, CUDA_TYPES)
-
-
-def kernel_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder for compiled kernels, unless a setting names another."""
-    chosen = environment.get(FOLDER_VARIABLE)
-    if chosen:
-        return Path(chosen)
-    return user_cache(environment) / "kernels"

@@ -6,12 +6,11 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from mlx_parallm.kernels.device_precompiler import device_precompiler
 from mlx_parallm.kernels.language import CudaLanguage, KernelLanguage, MetalLanguage
 from mlx_parallm.kernels.precompiled import Precompiler
-from mlx_parallm.kernels.store import KernelStore
+from mlx_parallm.kernels.store import KernelStore, kernel_folder
 from mlx_parallm.worker.device.properties import backend_name
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ def compiler_report() -> CompilerReport | None:
     compiler = precompiler.compiler
     return CompilerReport(
         compiler="NVRTC " + " for ".join(compiler.identity.split()[:2]),
-        folder=str(compiler.store.folder),
+        folder=None if compiler.store.folder is None else str(compiler.store.folder),
         num_kept=compiler.store.count(),
     )
 
@@ -84,7 +83,7 @@ def kernels_kept_in(
         return
     compiler = precompiler.compiler
     if folder is not None:
-        compiler.keep_in(KernelStore(Path(folder).expanduser()))
+        compiler.keep_in(KernelStore(kernel_folder(folder)))
     compiler.watch(lambda done, total: on_progress(f"Compiling {total} GPU kernels", done / total))
     try:
         yield
@@ -95,6 +94,6 @@ def kernels_kept_in(
         "GPU kernels: %d compiled, %d read from %s; loading waited %.1f s for them",
         counts.compiled,
         counts.kept,
-        compiler.store.folder,
+        compiler.store.folder or "no folder",
         counts.waited_s,
     )

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.kernels.compiler import CompilationError, KernelCompiler
-from mlx_parallm.kernels.device_precompiler import CUDA_TYPES, kernel_folder
+from mlx_parallm.kernels.device_precompiler import CUDA_TYPES
 from mlx_parallm.kernels.kernel import KernelText
 from mlx_parallm.kernels.language import CudaLanguage
 from mlx_parallm.kernels.nvrtc import device_architecture, include_folders
@@ -23,7 +23,7 @@ from mlx_parallm.kernels.precompiled import (
     program_of,
     string_hash,
 )
-from mlx_parallm.kernels.store import KernelStore
+from mlx_parallm.kernels.store import KernelStore, kernel_folder
 
 TEXT = KernelText(
     name="scale",
@@ -293,8 +293,11 @@ def test_the_folder_is_the_users_cache_unless_a_setting_says_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
-    assert kernel_folder({}) == Path("/home/ada/.cache/mlx_parallm/kernels")
-    assert kernel_folder({"XDG_CACHE_HOME": "relative"}) == kernel_folder({})
-    assert kernel_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/mlx_parallm/kernels")
+    assert kernel_folder(None, {}) == Path("/home/ada/.cache/mlx_parallm/kernels")
+    assert kernel_folder(None, {"XDG_CACHE_HOME": "relative"}) == kernel_folder(None, {})
+    assert kernel_folder(None, {"XDG_CACHE_HOME": "/c"}) == Path("/c/mlx_parallm/kernels")
     chosen = {"XDG_CACHE_HOME": "/c", "MLX_PARALLM_KERNEL_CACHE_DIR": "/k"}
-    assert kernel_folder(chosen) == Path("/k")
+    assert kernel_folder(None, chosen) == Path("/k")
+    assert kernel_folder("~/mine", chosen) == Path("/home/ada/mine")
+    assert kernel_folder("none", chosen) is None
+    assert kernel_folder(None, {"MLX_PARALLM_KERNEL_CACHE_DIR": "none"}) is None
