@@ -343,7 +343,8 @@ class EngineConfig:
     restart the thread instead of ending the process. ``speculative``: None for no speculative
     decoding. ``logprobs_mode``: one of ``request.LOGPROBS_MODES``, for requests that name none.
     ``warm_up``: run steps of the usual shapes while the server is idle, on devices that compile per
-    shape. ``kernel_cache_dir``: the folder of compiled CUDA kernels; None for the user's cache.
+    shape. ``kernel_cache_dir``: the folder of compiled CUDA kernels and of what loads chose, as
+    ``kernels.store.kernel_folder`` takes it.
     ``enable_prompt_embeds``: prompts may be rows of numbers in place of tokens. ``ranks``: the
     processes that compute the generation models together.
     """

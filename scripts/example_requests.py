@@ -19,6 +19,7 @@ import httpx2
 
 from mlx_parallm.api.http.openapi import EVENTS, JSON, Example, ExampleAnswer, ExampleRequest
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
+from mlx_parallm.kernels.store import FOLDER_VARIABLE
 from tests import adapter_files
 from tests.server_process import ServerProcess
 
@@ -66,7 +67,8 @@ def example_server() -> Iterator[tuple[httpx2.Client, dict[str, str]]]:
             "--data-dir",
             f"{folder / 'data'}",
         )
-        server = ServerProcess("--model", *MODELS, *flags)
+        # The examples show the defaults; tests keep no compiled kernels.
+        server = ServerProcess("--model", *MODELS, *flags, env={FOLDER_VARIABLE: ""})
         try:
             server.wait_until_ready()
             places[server.url] = ADDRESS

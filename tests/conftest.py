@@ -20,6 +20,8 @@ from fastapi.openapi.utils import get_openapi
 from httpx2._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import HealthCheck, settings
 
+from mlx_parallm.kernels.store import FOLDER_VARIABLE, NOWHERE
+from mlx_parallm.machine import count_cuda_devices
 from tests.fake_mac.mac import FakeMac, pretend
 from tests.forking_parent import shared_parent
 from tests.mlx_header import precompile_header
@@ -58,6 +60,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # None reads the system's certificates: all talk plain HTTP, and it takes 30 ms.
     os.environ.pop("SSL_CERT_FILE", None)
     os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+    # Loads check what they choose, and leave nothing in the user's folder. A GPU's kernels are kept
+    # there: to compile them takes minutes.
+    if not count_cuda_devices():
+        os.environ.setdefault(FOLDER_VARIABLE, NOWHERE)
     # Processes inherit what nohup, or a shell that runs tests in the background, ignores.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

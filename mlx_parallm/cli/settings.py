@@ -472,8 +472,9 @@ SETTINGS: tuple[Setting, ...] = (
              "start. This takes some seconds in all. Otherwise the first step of each shape would "
              "delay streams by up to 40 ms."),
     _setting("kernel-cache-dir", "engine.kernel_cache_dir", values.text, PROCESS,
-             "on an NVIDIA GPU, folder of compiled kernels, which later starts read instead of "
-             "compiling them. If not given: mlx_parallm/kernels in $XDG_CACHE_HOME or ~/.cache.",
+             "folder of what loads find out, which later loads read: compiled kernels of an "
+             "NVIDIA GPU, and how a generator runs that was loaded before. With none, nothing is "
+             "kept. If not given: mlx_parallm/kernels in $XDG_CACHE_HOME or ~/.cache.",
              metavar="FOLDER"),
     _setting("shutdown-timeout", "server.shutdown_timeout_s", values.number(0), PROCESS,
              "time that running requests get to finish after SIGTERM.", metavar="SECONDS"),

@@ -200,6 +200,8 @@ class CommitLoad(Change, EngineCommand[ServedModel]):
         assert built.engine is not None
         # The server may be paused now; then the new engine is too.
         built.engine.is_paused = any(engine.is_paused for engine in loop.engines.values())
+        if built.engine.live is not None:
+            built.engine.live.begin_hashing()
         loop.engines[name] = built.engine
         loop.policies[name] = built.engine.policies
         return built.model

@@ -40,6 +40,7 @@ from mlx_parallm.types.work import StateCache
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.load.plan import GenerationPlan
+from mlx_parallm.worker.generation.load.remembered import LoadMemory
 from mlx_parallm.worker.generation.warm_up import WarmUp
 from mlx_parallm.worker.weights.revision import folder_revision
 
@@ -59,10 +60,12 @@ class LoadedDraft:
     Attributes:
         plan: its weights.
         seen: its folder before its weights were read.
+        memory: remembers what its load chose.
     """
 
     plan: GenerationPlan
     seen: SeenFolder
+    memory: LoadMemory
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,14 @@ from mlx_parallm.generation.kind import GenerationTokenizers
 from mlx_parallm.generation.kv_cache.budget import KVShare
 from mlx_parallm.generation.kv_memory import free_bytes
 from mlx_parallm.grammar.compiler import GrammarCompiler
-from mlx_parallm.models.checkpoints.contents import FolderContents, user_memory
+from mlx_parallm.kernels.store import kernel_folder
+from mlx_parallm.models.checkpoints.contents import FolderContents, SeenFolder, user_memory
 from mlx_parallm.models.checkpoints.decoder_sizes import learned_positions
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.worker.generation.load.plan import GenerationPlan, GenerationSpec
+from mlx_parallm.worker.generation.load.remembered import LoadMemory, RememberedPlans
 from mlx_parallm.worker.ops import Allocate, Load, Pending, Stages
 from mlx_parallm.worker.worker import PendingLoad
 
@@ -63,7 +65,9 @@ class PendingGenerationModel:
         self._context = context
         self._contents = FolderContents(user_memory())
         self._seen = self._contents.see(folder.path)
-        self._opened = _begin_load(folder.config, folder.path, self.name, context)
+        self._opened, self._memory = _begin_load(
+            folder.config, folder.path, self.name, self._seen, context
+        )
         self._num_parts = max(1, self._opened.num_stages - 1)
         self._reading = Stages(self._read())
         self._allocation: _Allocation | None = None
@@ -114,6 +118,7 @@ class PendingGenerationModel:
         assert loaded is not None, "its weights are not read yet"
         with load_failures(self._folder.path):
             plan = allocation.pending.wait()
+        _remember(self._memory, loaded, plan)
         return assembled(loaded, allocation.share, plan, allocation.grammars, self._context, kept)
 
     def _read(self) -> Generator[None, None, LoadedGenerator]:
@@ -139,13 +144,31 @@ class PendingGenerationModel:
         return replace(loaded, draft=draft, kv=kv)
 
 
-def _begin_load(model: ModelConfig, path: Path, name: str, context: BuildContext) -> PendingLoad:
+def _begin_load(
+    model: ModelConfig, path: Path, name: str, seen: SeenFolder, context: BuildContext
+) -> tuple[PendingLoad, LoadMemory]:
+    """Begin to load a folder that was seen, with what an earlier load of an equal one chose."""
     spec = GenerationSpec(
         config=model, path=path, settings=context.settings, free_bytes=free_bytes(context.worker)
     )
+    memory = LoadMemory(_plans_of(context), spec, seen)
     with load_failures(path):
-        opened: Any = context.worker.begin(Load(model=name, spec=spec))
-    return opened
+        opened: Any = context.worker.begin(Load(model=name, spec=spec, plan=memory.earlier))
+    return opened, memory
+
+
+def _plans_of(context: BuildContext) -> RememberedPlans:
+    """Return what earlier loads chose; ranks agree on their choices, and remember none."""
+    is_alone = context.worker.ranks is None
+    return RememberedPlans(kernel_folder(context.settings.kernel_cache_dir) if is_alone else None)
+
+
+def _remember(memory: LoadMemory, loaded: LoadedGenerator, plan: GenerationPlan) -> None:
+    """Remember what the loads of a model and its draft model chose."""
+    memory.note(loaded.seen, plan.choices, plan.weight_bytes)
+    draft = loaded.draft
+    if draft is not None and plan.draft is not None:
+        draft.memory.note(draft.seen, plan.draft, draft.plan.weight_bytes)
 
 
 def _advanced(pending: Pending[Any]) -> Generator[None, None, Any]:
@@ -176,13 +199,13 @@ def _load_draft(
     config = replace(config, kv_cache_dtype=model.kv_cache_dtype)
     contents = FolderContents(user_memory())
     seen = contents.see(path)
-    plan = yield from _advanced(_begin_load(config, path, target.draft_name, context))
+    opened, memory = _begin_load(config, path, target.draft_name, seen, context)
+    plan = yield from _advanced(opened)
     seen = contents.confirm(seen)
     if plan.kv.max_model_len < target.kv.max_model_len and learned_positions(plan.model_config):
         raise ConfigError(
             f"{source} has vectors for {plan.kv.max_model_len} positions; {target.name} reads "
             f"{target.kv.max_model_len} tokens (--max-model-len)."
         )
-    if context.settings.cache.has_stores:
-        contents.hash(seen)
-    return LoadedDraft(plan, seen)
+    contents.hash(seen)
+    return LoadedDraft(plan, seen, memory)

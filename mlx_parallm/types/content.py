@@ -156,7 +156,7 @@ class Identity:
     @property
     def digest(self) -> str:
         """Return the digest of all fields."""
-        parts = [_canonical(getattr(self, each.name)) for each in fields(self)]
+        parts = [canonical(getattr(self, each.name)) for each in fields(self)]
         return digest_of("identity", *parts)
 
 
@@ -171,11 +171,11 @@ def kv_content(identity: str, base: str, adapter: str) -> str:
     return digest_of("kv", identity, base, adapter)
 
 
-def _canonical(value: Any) -> str:
+def canonical(value: Any) -> str:
     """Return a text that is equal iff values are, whatever the order of their keys."""
     if is_mapping(value):
-        pairs = sorted(f"{_canonical(key)}:{_canonical(each)}" for key, each in value.items())
+        pairs = sorted(f"{canonical(key)}:{canonical(each)}" for key, each in value.items())
         return f"{{{','.join(pairs)}}}"
     if is_sequence(value):
-        return f"[{','.join(_canonical(each) for each in value)}]"
+        return f"[{','.join(canonical(each) for each in value)}]"
     return repr(value)

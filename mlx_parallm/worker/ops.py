@@ -136,8 +136,8 @@ class Load(Op[Any]):
     Attributes:
         model: the name by which later ops call it.
         spec: what to load; its class says which loader does.
-        plan: the plan of another worker's load, with which this one decides nothing; None to decide
-            here what kernels and paths are used.
+        plan: the plan of another worker's load, or what an earlier load chose, with which this one
+            decides nothing; None to decide here what kernels and paths are used.
     """
 
     model: str

@@ -159,6 +159,7 @@ class SeenFolder(PendingContent):
         files: the states of the files of weights, in order; empty if they could not be seen, and
             then the digest never becomes known.
         known: digests of these files, so far.
+        on_known: is called with the content, on the thread that finds it.
     """
 
     folder: Path = Path()
@@ -166,6 +167,7 @@ class SeenFolder(PendingContent):
     settings: str = ""
     files: Sequence[FileState] = ()
     known: Mapping[FileState, str] = field(default_factory=dict[FileState, str])
+    on_known: Callable[[str], None] | None = None
 
     def is_like(self, other: SeenFolder) -> bool:
         """True if all files were the same when the other one was seen; False if one was not."""
@@ -177,6 +179,8 @@ class SeenFolder(PendingContent):
         if self.files and known.keys() >= set(self.files):
             digests = (known[state] for state in self.files)
             self.digest = digest_of("weights", self.settings, *digests)
+            if self.on_known is not None:
+                self.on_known(self.digest)
 
 
 class FolderContents:

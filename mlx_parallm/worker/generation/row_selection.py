@@ -21,6 +21,8 @@ from mlx_parallm.worker.device.ranks import Ranks, agreed
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.weights.loader import LoadedModel
 
+#: NO_HEAD: the number of no module.
+NO_HEAD = -1
 EmbeddingTable = nn.Embedding | nn.QuantizedEmbedding
 
 
@@ -29,13 +31,18 @@ class RowSelector:
 
     Attributes:
         rows: indices of the rows; None for all rows.
-        active: True if the model's head asks this object; see ``install_row_selection``.
+        head: the number of the module that asks this object; see ``install_row_selection``.
     """
 
     def __init__(self) -> None:
         self.rows: mx.array | None = None
-        self.active = False
+        self.head = NO_HEAD
         self._noted: list[mx.array] | None = None
+
+    @property
+    def active(self) -> bool:
+        """True if the model's head asks this object."""
+        return self.head != NO_HEAD
 
     def run(self, forward: Callable[[], mx.array], rows: mx.array) -> mx.array:
         """Return the logits of some rows of a packed forward, ``[len(rows), vocab]``.
@@ -76,19 +83,23 @@ class RowSelector:
 
 
 def install_row_selection(
-    model: nn.Module, vocab_size: int, ranks: Ranks | None = None
+    model: nn.Module, vocab_size: int, ranks: Ranks | None = None, chosen: int | None = None
 ) -> RowSelector:
     """Return a row selector for the model's head; it is inactive if no head could be found.
 
     The model is run on two tokens to check that the selector works and changes nothing else;
-    ``ranks`` that compute the model together must all find so.
+    ``ranks`` that compute the model together must all find so. ``chosen`` is the number of an
+    earlier choice for an equal model, which is not checked again.
     """
     selector = RowSelector()
     # The head is the last candidate: a layer before it may have as many rows by chance.
-    for module, method in reversed(_head_candidates(model, vocab_size)):
+    candidates = enumerate(reversed(_head_candidates(model, vocab_size)))
+    for number, (module, method) in candidates:
+        if chosen not in (None, number):
+            continue
         calls = WrappedCalls([module], partial(_selecting, method=method, selector=selector))
-        if agreed(ranks, _works(model, selector)):
-            selector.active = True
+        if chosen is not None or agreed(ranks, _works(model, selector)):
+            selector.head = number
             return selector
         calls.remove()
     return selector

@@ -26,7 +26,12 @@ from mlx_parallm.worker.generation.cache_layout import (
 )
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.load.memory import plan_kv
-from mlx_parallm.worker.generation.load.plan import DecoderChoices, GenerationPlan, GenerationSpec
+from mlx_parallm.worker.generation.load.plan import (
+    DecoderChoices,
+    EarlierChoices,
+    GenerationPlan,
+    GenerationSpec,
+)
 from mlx_parallm.worker.generation.load.runner import make_draft, make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.generation.row_selection import vocab_size_of
@@ -153,7 +158,7 @@ class _Weights:
         layouts: the layouts of its caches.
         attention: the attention backend.
         plan: the choices so far, and what the model needs.
-        earlier: the plan of an earlier load of the same spec, whose choices are taken over; None
+        earlier: has the choices of an earlier load of the same spec, which are taken over; None
             for a first load.
     """
 
@@ -162,12 +167,12 @@ class _Weights:
     layouts: tuple[CacheLayout, ...]
     attention: BackendChoice
     plan: GenerationPlan
-    earlier: GenerationPlan | None
+    earlier: GenerationPlan | EarlierChoices | None
 
 
 def _planned(
     spec: GenerationSpec,
-    earlier: GenerationPlan | None,
+    earlier: GenerationPlan | EarlierChoices | None,
     loader: GenerationLoader,
     loaded: LoadedModel,
     trials: KernelTrials,

@@ -97,6 +97,7 @@ def choose_path(  # noqa: PLR0913 - settings, by name
     block_size: int,
     dtype: str,
     chosen: str | None = None,
+    head: int | None = None,
     ranks: Ranks | None = None,
     make_check: Callable[[], ImageCheck] | None = None,
     max_scores: float = math.inf,
@@ -116,7 +117,9 @@ def choose_path(  # noqa: PLR0913 - settings, by name
         block_size: the tokens of a block.
         dtype: the model's dtype, which decides the tolerance.
         chosen: the name of an earlier choice on an equal device. That path is taken without a
-            check, and computes exactly as the checked path does. None to choose.
+            check, and computes exactly as the checked path does: one that is compiled runs the
+            check's steps, others run none. None to choose.
+        head: the number of the head that was chosen then; None to look for it.
         ranks: the processes that compute the model together and must choose alike; None if there is
             this one alone.
         make_check: returns the check of rows of images in the chosen path; None if the model has
@@ -127,9 +130,7 @@ def choose_path(  # noqa: PLR0913 - settings, by name
         ConfigError: KV cannot be quantised in this model.
         ModelLoadError: the packed path of an encoder-decoder disagrees with the stock model.
     """
-    if chosen is not None:
-        make_check = None
-    images = None if make_check is None else make_check()
+    images = None if make_check is None or chosen is not None else make_check()
 
     def why_not(path: ForwardPath) -> Generator[None, None, str | None]:
         return None if images is None else (yield from images.why_not(path, block_size, dtype))
@@ -143,15 +144,16 @@ def choose_path(  # noqa: PLR0913 - settings, by name
     sources = checked_sources(model, vocab_size, block_size, first_block=needed)
     needed += 0 if sources is None else sources.num_blocks
     blocks = max(num_blocks, needed)
-    candidates = _Candidates(model, layouts, vocab_size, block_size, ranks, max_scores)
+    selector = install_row_selection(model, vocab_size, ranks, head)
+    candidates = _Candidates(model, layouts, block_size, max_scores, selector)
     exact = blocks if backend.quantisation is None else needed
     yield from candidates.use(backend.unquantised(), exact)
     if chosen is not None:
-        make = dict(candidates.in_order())[chosen]
+        make = candidates.named(chosen)
         if backend.quantisation is not None:
             yield from candidates.use(backend, blocks)
         path = yield from rehearsed(make(), random_texts(vocab_size, window), block_size, sources)
-        return PathChoice(path, chosen, selector=candidates.selector)
+        return PathChoice(path, chosen, selector=selector)
     texts = yield from stock_texts(model, vocab_size, window, sources, dtype)
     for name, make in candidates.in_order():
         path = make()
@@ -160,16 +162,16 @@ def choose_path(  # noqa: PLR0913 - settings, by name
         attempts.append(attempt)
         reason = (yield from why_not(path)) if attempt.agrees else None
         if attempt.agrees and backend.quantisation is None:
-            return PathChoice(path, name, tuple(attempts), candidates.selector, reason)
+            return PathChoice(path, name, tuple(attempts), selector, reason)
         if isinstance(path, SplitPath):
             path.close()
         if attempt.agrees:
             yield from candidates.use(backend, blocks)
             path = yield from _runnable(make(), texts, block_size, sources)
-            return PathChoice(path, name, tuple(attempts), candidates.selector, reason)
+            return PathChoice(path, name, tuple(attempts), selector, reason)
     path = _alone(model, backend, attempts)
     tried = tuple(attempts)
-    return PathChoice(path, ALONE, tried, candidates.selector, (yield from why_not(path)))
+    return PathChoice(path, ALONE, tried, selector, (yield from why_not(path)))
 
 
 def _attempt(
@@ -255,16 +257,15 @@ class _Candidates:
         self,
         model: Any,
         layouts: tuple[CacheLayout, ...],
-        vocab_size: int,
         block_size: int,
-        ranks: Ranks | None,
         max_scores: float,
+        selector: RowSelector,
     ) -> None:
         self._model = model
         self._layouts = layouts
         self._block_size = block_size
         self._max_scores = max_scores
-        self.selector: RowSelector = install_row_selection(model, vocab_size, ranks)
+        self.selector = selector
 
     def use(self, backend: AttentionBackend, num_blocks: int) -> Generator[None]:
         """Make the next paths with new pools of this backend."""
@@ -286,6 +287,13 @@ class _Candidates:
         if not any(module is self._model for module in users.modules):
             yield from self._splits(users)
         yield "sequential", self._sequential
+
+    def named(self, name: str) -> Callable[[], ForwardPath]:
+        """Return the maker of the path of this name; raise ConfigError if the model has none."""
+        for each, make in self.in_order():
+            if each == name:
+                return make
+        raise ConfigError(f"There is no path {name!r} for this model on this device.")
 
     def _splits(self, users: CacheUsers) -> Iterator[tuple[str, Callable[[], ForwardPath]]]:
         has_kv = any(isinstance(layout, KVLayout) for layout in leaves(self._layouts))

@@ -39,6 +39,8 @@ class DecoderChoices:
         attention: the name of the attention backend.
         kernels: True for each of the layers' kernels that is used, by kernel and shape.
         path: the name of the forward path; None before ``Allocate``.
+        head: the number of the head that computes only some rows, see ``install_row_selection``;
+            None before ``Allocate``.
         samples_by_kernel: True if sampling kernels are used; None before ``Allocate``.
         why_no_images: why images are refused though the model has a tower; None if they are
             not, if it has none, or before ``Allocate``.
@@ -52,10 +54,19 @@ class DecoderChoices:
     attention: str
     kernels: Mapping[str, bool] = field(default_factory=dict)
     path: str | None = None
+    head: int | None = None
     why_no_images: str | None = None
     samples_by_kernel: bool | None = None
     adapts_by_kernel: bool | None = None
     proposals: ProposalChoice | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierChoices:
+    """The choices of an earlier load, which ``Load`` takes over as it does those of a plan."""
+
+    choices: DecoderChoices
+    draft: DecoderChoices | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,6 +106,7 @@ def make_runner(  # noqa: PLR0913 - settings, by name
         block_size=plan.block_size,
         dtype=loaded.dtype,
         chosen=chosen.path,
+        head=chosen.head,
         ranks=ranks,
         make_check=_image_check(loaded, forward, tower),
         max_scores=max_scores(layouts, loaded.config, dtype, ranks.size if ranks else 1),
@@ -136,6 +137,7 @@ def make_runner(  # noqa: PLR0913 - settings, by name
     choices = replace(
         chosen,
         path=choice.name,
+        head=choice.selector.head,
         why_no_images=chosen.why_no_images or choice.why_no_images,
         samples_by_kernel=kernels is not None,
         adapts_by_kernel=path.adapters.kernels is not None,
@@ -194,6 +196,7 @@ def make_draft(
         block_size=block_size,
         dtype=loaded.dtype,
         chosen=chosen.path,
+        head=chosen.head,
         max_scores=max_scores(layouts, loaded.config, dtype),
     )
     if choice.path.has_state:
@@ -206,7 +209,13 @@ def make_draft(
         runs_ahead=backend.runs_ahead,
         weight_bytes=loaded.weight_bytes,
     )
-    return draft, replace(chosen, path=choice.name, samples_by_kernel=kernels is not None)
+    choices = replace(
+        chosen,
+        path=choice.name,
+        head=choice.selector.head,
+        samples_by_kernel=kernels is not None,
+    )
+    return draft, choices
 
 
 def _dtype_of(loaded: LoadedModel) -> mx.Dtype:

@@ -112,11 +112,13 @@ def rehearsed(
     block_size: int,
     sources: CheckedSources | None = None,
 ) -> Generator[None, None, ForwardPath]:
-    """Return the path, with the steps of the check run and no results compared.
+    """Return the path; if it is compiled, with the steps of the check run and no results compared.
 
     A compiled path learns from the first decode steps what the layers need of a plan. After a
-    rehearsal it computes exactly as a path that was checked.
+    rehearsal it computes exactly as a path that was checked. Others learn nothing.
     """
+    if not path.is_compiled:
+        return path
     for sequences in given(sources, path, steps_of(texts, block_size)):
         logits = path.logits(sequences, token_array(sequences), _last_rows(sequences))
         mx.eval(logits, path.arrays())
