@@ -149,11 +149,40 @@ class CacheConfig:
             raise ConfigError(f"--kv-host-bytes must be 0, or at least {least}.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryConfig:
-    """Limits of MLX's allocator, for all engines of a device together.
+@dataclass(frozen=True, slots=True)
+class MemoryBound:
+    """Most memory that models may take on a device: a size in bytes, or a share of what is there.
 
     Attributes:
+        size: in bytes; None for a share.
+        share: above 0, up to 1; None for a size.
+    """
+
+    size: int | None = None
+    share: float | None = None
+
+    def num_bytes(self, available: int | None) -> int | None:
+        """Return the bytes of it; ``available`` is what is there, None if that is not known."""
+        if self.share is None:
+            return self.size
+        return None if available is None else int(available * self.share)
+
+    def part(self, count: int) -> MemoryBound:
+        """Return the part of one of ``count`` engines that divide a device."""
+        if self.share is not None:
+            return MemoryBound(share=self.share / count)
+        return MemoryBound(size=None if self.size is None else self.size // count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig:
+    """Limits of the memory of a device.
+
+    Those of MLX's allocator are for all engines of a device together.
+
+    Attributes:
+        limit: most memory that the models of an engine may take: their weights, KV and adapters.
+            None: what those take that are loaded at the start, and all KV that they could have.
         mlx_cache_bytes: most bytes of freed memory that MLX keeps for new arrays; None: on a Mac's
             GPU a small part of its memory, elsewhere MLX's own limit.
         wired_bytes: bytes of arrays that macOS keeps in memory whatever other programs need; 0: it
@@ -161,6 +190,7 @@ class MemoryConfig:
         num_engines: how many engines divide the device's memory.
     """
 
+    limit: MemoryBound | None = None
     mlx_cache_bytes: int | None = None
     wired_bytes: int = 0
     num_engines: int = 1
@@ -306,11 +336,24 @@ class LoadingConfig:
         max_encoder_bytes: most bytes of weights of all pooling models together; at the limit the
             least recently used are evicted, and loaded again by their next request. None is no
             limit.
+        directories: folders of models that requests may name, see ``engine.catalogue``.
+        scans_hub_cache: requests may also name the models in the hub's cache.
+        ttl_s: seconds after its last request until a model is evicted; None: never.
+        wait_s: most seconds that a load waits for the requests of models that it replaces.
+        min_use_s: seconds that a model stays after its load, so that those that came for it get in.
+        default_model: answers requests for unknown names that begin with ``gpt-`` or ``claude-``;
+            None: none does.
     """
 
     allowed_roots: tuple[str, ...] = ()
     allowed_repos: tuple[str, ...] = ()
     max_encoder_bytes: int | None = None
+    directories: tuple[str, ...] = ()
+    scans_hub_cache: bool = False
+    ttl_s: float | None = None
+    wait_s: float = 120.0
+    min_use_s: float = 1.0
+    default_model: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ from mlx_parallm.types.errors import (
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.work import CacheScope, Ends, RequestWork
 
-TRAITS = KindTraits(name="sum", loads_later=True)
+TRAITS = KindTraits(name="sum")
 #: MAX_NUMBER: the engine refuses greater ones.
 MAX_NUMBER = 1000
 

@@ -34,6 +34,8 @@ from mlx_parallm.worker.device.properties import (
     active_memory_bytes,
     backend_name,
     cache_memory_bytes,
+    free_memory_bytes,
+    give_back_memory,
     log_blas,
 )
 from mlx_parallm.worker.worker import Worker
@@ -97,27 +99,44 @@ def _declare_memory(registry: CollectorRegistry) -> None:
         Gauge(name, text, registry=registry).set_function(read)
 
 
+def memory_limit(config: EngineConfig, built: Sequence[BuiltModel], worker: Worker) -> int | None:
+    """Return the most bytes that models may take on a device; None if it is not known.
+
+    It is that of ``--memory``. Without one it is what the models take that were loaded at the
+    start, or what they could have taken: their weights and the share of the rest that is for KV.
+    """
+    memory = [each.model.memory for each in built if each.engine is not None]
+    weights, kv = sum(each.weights for each in memory), sum(each.kv for each in memory)
+    give_back_memory()
+    free = worker.least_free(free_memory_bytes(config.memory.num_engines))
+    limit = config.memory.limit
+    if limit is not None:
+        return limit.num_bytes(None if free is None else weights + kv + free)
+    return (
+        None if free is None else weights + max(kv, int((kv + free) * config.cache.memory_fraction))
+    )
+
+
 def _build(
     kind: KindBuilder, folders: Sequence[ModelFolder], context: BuildContext
 ) -> list[BuiltModel]:
-    """Load the models of a kind; those that can come back are evicted if all take too much."""
-    if not kind.traits.loads_later:
+    """Load the models of a kind; the first are evicted if all take more than its limit."""
+    limit = kind.memory_limit(context.settings)
+    if limit is None:
         return kind.build(folders, context)
     built: list[BuiltModel] = []
     for folder in folders:
         built += kind.build([folder], context)
-        built = evict_beyond(built, kind.memory_limit(context.settings))
+        built = evict_beyond(built, limit)
     return built
 
 
-def evict_beyond(models: Sequence[BuiltModel], limit: MemoryLimit | None) -> list[BuiltModel]:
+def evict_beyond(models: Sequence[BuiltModel], limit: MemoryLimit) -> list[BuiltModel]:
     """Return a kind's models, of which the first are evicted if all take more than the limit.
 
     Raises:
         ConfigError: the last one takes more alone.
     """
-    if limit is None:
-        return list(models)
     free = limit.num_bytes
     kept: list[BuiltModel] = []
     for built in reversed(models):

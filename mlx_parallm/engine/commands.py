@@ -86,6 +86,10 @@ class LoopState(Protocol):
         """Return all that takes turns."""
         ...
 
+    def add(self, name: str, engine: ServedEngine, /) -> None:
+        """Let the engine of a loaded model take turns; ``name`` is the model's first name."""
+        ...
+
     def deliver(self, events: Sequence[Event]) -> None:
         """Send events to their readers: on this thread, or on the event loop."""
         ...
@@ -125,6 +129,7 @@ class StateJournal:
 
     Attributes:
         models: what loads a model that was loaded later, by its first name.
+        unloaded: the first names of models that were loaded at the start, and unloaded since.
         weights: of models whose weights have changed, likewise.
         adapters: what loads an adapter, by its model's first name and its own.
         is_paused: True if no steps are begun.
@@ -136,6 +141,7 @@ class StateJournal:
     models: dict[str, Sequence[EngineCommand[Any]]] = field(
         default_factory=dict[str, "Sequence[EngineCommand[Any]]"]
     )
+    unloaded: set[str] = field(default_factory=set[str])
     weights: dict[str, WeightsHistory] = field(default_factory=dict[str, "WeightsHistory"])
     adapters: dict[tuple[str, str], EngineCommand[Any]] = field(
         default_factory=dict[tuple[str, str], "EngineCommand[Any]"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from enum import StrEnum
+from pathlib import Path
 from typing import Protocol
 
 from mlx_parallm.adapters.formats import is_adapter_folder
@@ -67,6 +68,14 @@ class Watcher(Protocol):
         """Note that a model was unloaded."""
         ...
 
+    def needs(self, model: str) -> bool:
+        """True if a model must stay in memory, though no request of it is open.
+
+        By default none must.
+        """
+        del model
+        return False
+
 
 class EngineControl(AdapterControl):
     """Commands that are carried out between two steps; each returns once it is done.
@@ -75,11 +84,14 @@ class EngineControl(AdapterControl):
 
     Attributes:
         watchers: are notified of what changes.
+        on_changed: called with the first name of a model whose weights were replaced, and the
+            folder that all come from; None for tensors.
     """
 
     def __init__(self, door: EngineDoor, config: AdapterConfig, metrics: ControlMetrics) -> None:
         super().__init__(door, config, metrics)
         self.watchers: list[Watcher] = []
+        self.on_changed: Callable[[str, Path | None], None] = lambda _name, _folder: None
         self._pause: PauseMode | None = None
         # True if it was paused before it slept.
         self._stays_paused = False
@@ -104,7 +116,9 @@ class EngineControl(AdapterControl):
 
         No model begins a step meanwhile.
         """
-        return await self._door.call(ReadChecksums(self.first_name(model)))
+        name = self.first_name(model)
+        async with self._door.hold(name):
+            return await self._door.call(ReadChecksums(name))
 
     def version(self, model: str | None = None) -> WeightsVersion:
         """Return the version of a model's weights; default: the first model."""
@@ -184,15 +198,18 @@ class EngineControl(AdapterControl):
     async def _replace_weights(
         self, model: str, update: WeightsUpdate, digest: Future[str | None] | None
     ) -> WeightsVersion:
-        async with self._replacing:
+        # An evicted model comes back first; a change of it must not be lost.
+        async with self._replacing, self._door.hold(model):
             try:
                 await self._door.call(PrepareUpdate(model, update))
                 known = digest.result() if digest is not None and digest.done() else None
-                return await self._door.call(CommitUpdate(model, known))
+                version = await self._door.call(CommitUpdate(model, known))
             except BaseException:
                 # With several engines, some may have prepared the update.
                 await self._door.call(DropUpdate(model))
                 raise
+            self.on_changed(model, update.folder)
+            return version
 
     async def update_weights_from_folder(
         self,
@@ -259,6 +276,10 @@ class EngineControl(AdapterControl):
                 await self.resume()
         await self.refresh()
         return asleep
+
+    def is_needed(self, model: str) -> bool:
+        """True if a watcher needs a model in memory."""
+        return any(watcher.needs(model) for watcher in self.watchers)
 
     def note_unloaded(self, model: str) -> None:
         """Notify the watchers that a model was unloaded."""

@@ -28,9 +28,11 @@ from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.directory import ModelDirectory
 from mlx_parallm.engine.kind import Kind, ModelLoad, StartedModel
+from mlx_parallm.engine.ledger import Ledger
 from mlx_parallm.engine.life import END_TIMEOUT_S, EngineLife
 from mlx_parallm.engine.loader import ModelLoader
 from mlx_parallm.engine.mailbox import Mailbox, OpenStreams
+from mlx_parallm.engine.model_entry import ModelEntry
 from mlx_parallm.engine.models import EngineState, ModelMemory, QueueLoad
 from mlx_parallm.engine.policies import AdapterUpload, NamedAdapter
 from mlx_parallm.engine.residency import Residency
@@ -42,6 +44,7 @@ from mlx_parallm.engine.status import (
     ReadCacheBytes,
     Readiness,
     ReadLoads,
+    ReadMemoryLimit,
     ReadMetrics,
     StateQuery,
 )
@@ -51,6 +54,7 @@ from mlx_parallm.types.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     ParallmError,
+    PausedError,
     RequestAbortedError,
     RequestLostError,
     ShuttingDownError,
@@ -102,12 +106,17 @@ class EngineCore:
         self._draining = False
         self._is_stopping = False
         limits = {kind.traits.name: kind.memory_limit(config) for kind in kinds}
+        ledger = Ledger({name: limit for name, limit in limits.items() if limit is not None})
+        self.control = EngineControl(self, config.adapters, ControlMetrics(self._registry))
         self._residency = Residency(
             ModelLoader(self, config, kinds),
-            {name: limit for name, limit in limits.items() if limit is not None},
+            ledger,
+            config.loading,
+            read_limit=lambda: self._query(ReadMemoryLimit(), None),
+            is_needed=self.control.is_needed,
         )
-        self.control = EngineControl(self, config.adapters, ControlMetrics(self._registry))
         self._directory = ModelDirectory(config, self._residency, self.control)
+        self.control.on_changed = self._directory.note_changed
         self.died = threading.Event()
         self.ended = threading.Event()
 
@@ -189,17 +198,19 @@ class EngineCore:
         """Have a model in memory while the block runs; see ``ModelDirectory``."""
         return self._directory.hold(model)
 
-    async def wait(self, name: str) -> None:
-        """Return once a model or adapter is loaded.
+    async def wait(self, name: str, client: str = "") -> None:
+        """Return once a model or adapter is loaded, for a client.
 
         Raises:
             ModelNotFoundError: it was unloaded meanwhile.
-            ModelLoadError: it cannot be loaded.
+            InvalidRequestError, NoRoomError: it cannot be loaded.
+            PausedError: it is not in memory, and the server is asleep.
         """
         entry, adapter = self._directory.address(name)
         if entry is None:
             raise ModelNotFoundError(name)
-        async with self.hold(entry.names[0]):
+        self._check_awake(entry)
+        async with self._directory.held(entry, client):
             pass
         if adapter is not None:
             # The model is not held meanwhile, because an eviction would wait for this load, and
@@ -261,7 +272,9 @@ class EngineCore:
             if adapter is not None:
                 await self.control.ensure_loaded(adapter.name, base)
                 self.control.check_open()
-            await self._residency.begin(entry)
+            if not entry.is_loaded:
+                self._check_awake(entry)
+            await self._directory.begin(entry, request)
             assert entry.model is not None, "it is loaded"
             try:
                 # Engines are known by their model's first name only.
@@ -280,6 +293,11 @@ class EngineCore:
         else:
             await self._admit(request, adapter)
         return reader
+
+    def _check_awake(self, entry: ModelEntry) -> None:
+        """Raise PausedError for a model that is not in memory while the others have left theirs."""
+        if self.control.sleep_level and not entry.is_loaded:
+            raise PausedError
 
     async def _submit(self, request: Request, reader: EventReader) -> None:
         """Send an open request of one event, which is the refusal if it is refused."""

@@ -6,17 +6,19 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.confinement import check_name
 from mlx_parallm.engine.adapter_control import with_adapter
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.kind import ModelLoad
+from mlx_parallm.engine.model_entry import ModelEntry
 from mlx_parallm.engine.models import ModelMemory
 from mlx_parallm.engine.policies import NamedAdapter
-from mlx_parallm.engine.residency import ModelEntry, Residency
+from mlx_parallm.engine.residency import Residency
 from mlx_parallm.engine.sources import MODEL, ModelSources
 from mlx_parallm.engine.status import ModelState, ModelStatus
 from mlx_parallm.types.errors import (
@@ -25,6 +27,7 @@ from mlx_parallm.types.errors import (
     ModelLoadError,
     ModelNotFoundError,
 )
+from mlx_parallm.types.work import Request
 
 logger = logging.getLogger(__name__)
 
@@ -91,16 +94,41 @@ class ModelDirectory:
 
         Raises:
             ModelNotFoundError: none has the name.
-            ModelLoadError: it cannot be loaded.
+            InvalidRequestError, NoRoomError: it cannot be loaded.
         """
         entry = self._residency.by_name.get(model)
         if entry is None:
             raise ModelNotFoundError(model)
-        await self._residency.begin(entry)
+        async with self.held(entry):
+            yield
+
+    @contextlib.asynccontextmanager
+    async def held(self, entry: ModelEntry, client: str = "") -> AsyncGenerator[None]:
+        """Have a model in memory for a client while the block runs; raise as ``hold`` does."""
+        with _load_failures():
+            await self._residency.begin(entry, client)
         try:
             yield
         finally:
             self._residency.end(entry)
+
+    async def begin(self, entry: ModelEntry, request: Request) -> None:
+        """Have a model in memory for a request, until ``Residency.end``; raise as ``hold`` does."""
+        if entry.is_loaded:
+            await self._residency.begin(entry)
+            return
+        with _load_failures():
+            await self._residency.begin(entry, request.work().client)
+
+    def note_changed(self, name: str, folder: Path | None) -> None:
+        """Note new weights of a model: all from a folder, or some of them.
+
+        If they are not those that it would be loaded with again, it stays in memory.
+        """
+        entry = self._residency.by_name.get(name)
+        if entry is not None:
+            own = None if entry.config.path is None else Path(entry.config.path).expanduser()
+            entry.is_changed = folder is None or own is None or folder.resolve() != own.resolve()
 
     async def load(self, load: ModelLoad) -> ModelStatus:
         """Serve one more model; return once it is loaded.
@@ -110,8 +138,6 @@ class ModelDirectory:
             NotFoundError: there is no such folder.
         """
         entry = self._residency.by_name.get(load.model)
-        if entry is not None and not entry.is_movable:
-            raise _name_is_taken(load.model)
         is_new = entry is None
         if entry is None:
             entry = self._new_entry(load)
@@ -121,11 +147,11 @@ class ModelDirectory:
                 f"{load.model} is loaded under other names already.", param="name"
             )
         entry.is_pinned = entry.is_pinned or load.is_pinned
+        if load.ttl_s is not None:
+            entry.ttl_s = load.ttl_s
         try:
-            await self._residency.begin(entry)
-            self._residency.end(entry)
-        except (ModelLoadError, ConfigError) as problem:
-            raise InvalidRequestError(str(problem), param=MODEL) from problem
+            async with self.held(entry):
+                pass
         finally:
             if is_new and entry.loading is None and not entry.is_loaded:
                 await self._residency.unload(entry)
@@ -143,17 +169,13 @@ class ModelDirectory:
         """
         entry = self._residency.by_name.get(name)
         if entry is None:
-            if (status := self.find(name)) is None:
+            if self.find(name) is None:
                 raise self._control.names.not_found(name)
-            if status.model is not None and not status.model.traits.loads_later:
-                raise InvalidRequestError(
-                    f"{name} {status.model.traits.refuses_unload}", param=MODEL
-                )
             raise InvalidRequestError(
                 f"{name} is an adapter: DELETE /v1/adapters/{name} unloads it.", param=MODEL
             )
-        if entry.model is not None and not entry.is_movable:
-            raise InvalidRequestError(f"{name} {entry.model.traits.refuses_unload}", param=MODEL)
+        if entry.refuses_unload is not None:
+            raise InvalidRequestError(f"{name} {entry.refuses_unload}", param=MODEL)
         # The model is unloaded even if the caller is cancelled.
         await asyncio.shield(asyncio.ensure_future(self._residency.unload(entry)))
         await self._control.refresh()
@@ -178,7 +200,16 @@ class ModelDirectory:
             max_model_len=load.max_model_len,
             max_model_len_is_own=load.max_model_len is not None,
         )
-        return ModelEntry(config, names, is_pinned=load.is_pinned)
+        return ModelEntry(config, names, is_pinned=load.is_pinned, ttl_s=load.ttl_s)
+
+
+@contextlib.contextmanager
+def _load_failures() -> Generator[None]:
+    """Raise what is wrong with a model, or with its settings, as the caller's error."""
+    try:
+        yield
+    except (ModelLoadError, ConfigError) as problem:
+        raise InvalidRequestError(str(problem), param=MODEL) from problem
 
 
 def _name_is_taken(name: str) -> InvalidRequestError:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from typing_extensions import TypeVar
 
@@ -51,6 +51,34 @@ class MemoryLimit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryWish:
+    """Memory that a model needs, in bytes of each device.
+
+    Attributes:
+        smallest: it cannot serve with less.
+        least: it gets so much if other models can be evicted for it.
+        wanted: it gets up to so much of what is free.
+    """
+
+    smallest: int
+    least: int
+    wanted: int
+
+    @classmethod
+    def exactly(cls, num_bytes: int) -> MemoryWish:
+        """Return the wish for so much, neither more nor less."""
+        return cls(smallest=num_bytes, least=num_bytes, wanted=num_bytes)
+
+    def joined(self, other: MemoryWish) -> MemoryWish:
+        """Return what suffices for both, which are those of engines with the same model."""
+        return MemoryWish(
+            smallest=max(self.smallest, other.smallest),
+            least=max(self.least, other.least),
+            wanted=max(self.wanted, other.wanted),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLoad:
     """A model to be loaded while the server runs.
 
@@ -62,6 +90,7 @@ class ModelLoad:
         revision: hub revision.
         max_model_len: cap on the length of an input in tokens; None takes the model's own.
         is_pinned: True if it is to stay in memory until it is unloaded.
+        ttl_s: seconds after its last request until it is evicted; None for the server's.
     """
 
     model: str
@@ -71,6 +100,7 @@ class ModelLoad:
     revision: str | None = None
     max_model_len: int | None = None
     is_pinned: bool = False
+    ttl_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +194,20 @@ class PendingModel(Protocol):
         ...
 
 
+@runtime_checkable
+class TakesMemory(Protocol):
+    """A ``PendingModel`` that takes memory besides its weights, once these are read."""
+
+    @property
+    def wish(self) -> MemoryWish | None:
+        """Return what it needs; None before its weights are read, and once it was granted."""
+        ...
+
+    def grant(self, num_bytes: int) -> None:
+        """Begin to take so much; what is left of the weights is read first."""
+        ...
+
+
 #: Opens a model on the engine thread, whose metric families and worker it is given.
 OpenModel = Callable[["MetricFamilies", "Worker"], PendingModel]
 
@@ -195,12 +239,12 @@ class Kind(Protocol[ClientT]):
     def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:
         """Read what needs no MLX of a model to be loaded later; any thread may call this.
 
-        It is called only if such models are loaded later. The result can be pickled.
+        The result can be pickled.
 
         Raises:
             ModelLoadError: it cannot be read.
         """
-        raise AssertionError(f"{path} is of a kind that is not loaded later")
+        ...
 
 
 class KindBuilder(Kind[ClientT], Protocol[ClientT]):

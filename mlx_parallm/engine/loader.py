@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import count
+from typing import Protocol
 
 from typing_extensions import override
 
@@ -19,19 +23,26 @@ from mlx_parallm.engine.commands import (
     LoopState,
     StateJournal,
 )
-from mlx_parallm.engine.kind import Kind, OpenModel
+from mlx_parallm.engine.kind import Kind, MemoryWish, OpenModel, TakesMemory
+from mlx_parallm.engine.ledger import KV, WEIGHTS
 from mlx_parallm.engine.model_files import kind_of, model_folder
-from mlx_parallm.engine.models import KindTraits, ServedModel
-from mlx_parallm.engine.sources import MODEL
+from mlx_parallm.engine.models import KindTraits, ServedEngine, ServedModel
 from mlx_parallm.engine.thread_streams import free_streams
 from mlx_parallm.models.checkpoints.weight_files import weight_files
-from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.errors import ParallmError
 
+# SAVE_S: most seconds that saving takes before a model is unloaded.
+SAVE_S = 5.0
 # CHUNK_BYTES: bytes of a file that are read ahead at once.
 CHUNK_BYTES = 1 << 24
 
-#: Evicts until a model of some kind has the bytes that it needs.
-MakeRoom = Callable[[int, KindTraits], Awaitable[None]]
+
+class Promise(Protocol):
+    """Promises memory to the model that is being loaded, and evicts others for it."""
+
+    async def __call__(self, what: str, wish: MemoryWish, traits: KindTraits, /) -> int:
+        """Return the bytes for a part of it, ``ledger.WEIGHTS`` or another; see ``make_room``."""
+        ...
 
 
 class ModelLoader:
@@ -50,10 +61,10 @@ class ModelLoader:
         self,
         config: ModelConfig,
         names: tuple[str, ...],
-        make_room: MakeRoom,
+        promise: Promise,
         on_progress: Callable[[float], None],
     ) -> ServedModel:
-        """Load a model; ``make_room`` is called with its bytes and kind before they are taken.
+        """Load a model; ``promise`` is asked for its memory before that is taken.
 
         Raises:
             ModelLoadError, InvalidRequestError: it cannot be loaded.
@@ -64,18 +75,26 @@ class ModelLoader:
             _read, named, self._config, self._kinds, lambda share: on_progress(share / 2)
         )
         try:
-            await make_room(await door.call(BeginLoad(number, open_model)), kind.traits)
+            weights = MemoryWish.exactly(await door.call(BeginLoad(number, open_model)))
+            await promise(WEIGHTS, weights, kind.traits)
             # Models are loaded in parts, between the steps of others.
-            while (share := await door.call(AdvanceLoad(number))) < 1:
-                on_progress((1 + share) / 2)
+            while (progress := await door.call(AdvanceLoad(number))).share < 1:
+                on_progress((1 + progress.share) / 2)
+                if progress.wish is not None:
+                    granted = await promise(KV, progress.wish, kind.traits)
+                    await door.call(GrantMemory(number, granted))
             return await door.call(CommitLoad(number))
         except BaseException:
-            # Its arrays are freed on the thread that made them.
-            door.send(DropLoad(number))
+            # Its arrays are freed on the thread that made them, before others may take their bytes.
+            with contextlib.suppress(ParallmError):
+                await asyncio.shield(asyncio.ensure_future(door.call(DropLoad(number))))
             raise
 
     async def drop(self, name: str) -> None:
         """Free the memory of an idle model, by its first name; its adapters stay for its return."""
+        deadline_s = time.monotonic() + SAVE_S
+        while time.monotonic() < deadline_s and await self._door.call(SavePart(name)):
+            pass
         await self._door.call(UnloadModel(name))
 
     async def forget(self, name: str) -> None:
@@ -96,13 +115,10 @@ def _read(
 
     Raises:
         ModelLoadError: it cannot be fetched or read.
-        InvalidRequestError: its kind is not loaded while the server runs.
     """
     assert config.path is not None
     folder = model_folder(config, lambda _, share: on_progress(share / 2))
     kind = kind_of(kinds, config, folder)
-    if not kind.traits.loads_later:
-        raise InvalidRequestError(f"{config.path} {kind.traits.refuses_load}", param=MODEL)
     try:
         open_model = kind.read(config, folder, settings)
     finally:
@@ -141,19 +157,50 @@ class BeginLoad(EngineCommand[int]):
 
 
 @dataclass(frozen=True, slots=True)
-class AdvanceLoad(LeavesNothing, EngineCommand[float], JoinsResults):
-    """Load the next part of a model; see ``PendingModel.advance``."""
+class LoadProgress:
+    """The progress of a load: its share from 0 to 1, and memory that it waits for."""
+
+    share: float
+    wish: MemoryWish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdvanceLoad(LeavesNothing, EngineCommand[LoadProgress], JoinsResults):
+    """Load the next part of a model; see ``PendingModel.advance`` and ``TakesMemory``."""
 
     number: int
 
-    def __call__(self, loop: LoopState) -> float:
+    def __call__(self, loop: LoopState) -> LoadProgress:
         """Apply the command."""
-        return loop.pending[self.number].advance()
+        pending = loop.pending[self.number]
+        share = pending.advance()
+        return LoadProgress(share, pending.wish if isinstance(pending, TakesMemory) else None)
 
     @override
-    def together(self, results: Sequence[float]) -> float:
-        """Return the least share: all engines must have the model."""
-        return min(results)
+    def together(self, results: Sequence[LoadProgress]) -> LoadProgress:
+        """Return the least share: all engines must have the model. Its wish suffices for each."""
+        share = min(result.share for result in results)
+        wishes = [result.wish for result in results if result.wish is not None]
+        is_complete = len(wishes) == len(results)
+        return LoadProgress(share, reduce(MemoryWish.joined, wishes) if is_complete else None)
+
+
+@dataclass(frozen=True, slots=True)
+class GrantMemory(EngineCommand[None]):
+    """Let a model take memory besides its weights; see ``TakesMemory``."""
+
+    number: int
+    num_bytes: int
+
+    def __call__(self, loop: LoopState) -> None:
+        """Apply the command."""
+        pending = loop.pending[self.number]
+        assert isinstance(pending, TakesMemory), "it has asked for memory"
+        pending.grant(self.num_bytes)
+
+    @override
+    def noted(self, journal: StateJournal, result: object) -> None:
+        journal.pending["grant", self.number] = self
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +211,7 @@ class FinishLoad(LeavesNothing, EngineCommand[None]):
 
     def __call__(self, loop: LoopState) -> None:
         """Apply the command."""
-        while AdvanceLoad(self.number)(loop) < 1:
+        while AdvanceLoad(self.number)(loop).share < 1:
             pass
 
 
@@ -183,6 +230,7 @@ class DropLoad(EngineCommand[None]):
     @override
     def noted(self, journal: StateJournal, result: object) -> None:
         journal.pending.pop(("load", self.number), None)
+        journal.pending.pop(("grant", self.number), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,23 +241,32 @@ class CommitLoad(Change, EngineCommand[ServedModel]):
 
     def __call__(self, loop: LoopState) -> ServedModel:
         """Apply the command."""
-        pending = loop.pending.pop(self.number)
+        # If this fails, ``DropLoad`` frees what there is.
+        pending = loop.pending[self.number]
         name = pending.name
         built = pending.finish(loop.policies.get(name))
+        del loop.pending[self.number]
         pending.close()
         assert built.engine is not None
-        # The server may be paused now; then the new engine is too.
-        built.engine.is_paused = any(engine.is_paused for engine in loop.engines.values())
-        if built.engine.live is not None:
-            built.engine.live.begin_hashing()
-        loop.engines[name] = built.engine
-        loop.policies[name] = built.engine.policies
+        self._join(built.engine, loop)
+        loop.add(name, built.engine)
         return built.model
+
+    def _join(self, engine: ServedEngine, loop: LoopState) -> None:
+        """Pause a new engine, and let it sleep, as the others are by now."""
+        others = loop.engines.values()
+        engine.is_paused = any(other.is_paused for other in others)
+        if engine.live is not None:
+            engine.live.begin_hashing()
+            if any(other.live is not None and other.live.asleep for other in others):
+                engine.live.sleep(2)
 
     @override
     def noted(self, journal: StateJournal, result: ServedModel) -> None:
         begin = journal.pending.pop(("load", self.number))
-        journal.models[result.names[0]] = (begin, FinishLoad(self.number), self)
+        grant = journal.pending.pop(("grant", self.number), None)
+        granted = () if grant is None else (grant,)
+        journal.models[result.names[0]] = (begin, *granted, FinishLoad(self.number), self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +286,25 @@ class ForgetAdapters(Change, EngineCommand[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class SavePart(LeavesNothing, EngineCommand[bool], JoinsResults):
+    """Save a part of what an idle model has computed; return True if there is more."""
+
+    name: str
+
+    def __call__(self, loop: LoopState) -> bool:
+        """Apply the command."""
+        engine = loop.engines.get(self.name)
+        if engine is None:
+            return False
+        loop.deliver(engine.settle())
+        return engine.save_part()
+
+    @override
+    def together(self, results: Sequence[bool]) -> bool:
+        return any(results)
+
+
+@dataclass(frozen=True, slots=True)
 class UnloadModel(Change, EngineCommand[None]):
     """Free the memory of an idle model, if it is there."""
 
@@ -238,8 +314,10 @@ class UnloadModel(Change, EngineCommand[None]):
         """Apply the command."""
         engine = loop.engines.pop(self.name, None)
         if engine is not None:
+            loop.deliver(engine.settle())
             engine.release()
 
     @override
     def noted(self, journal: StateJournal, result: object) -> None:
-        journal.models.pop(self.name, None)
+        if journal.models.pop(self.name, None) is None:
+            journal.unloaded.add(self.name)

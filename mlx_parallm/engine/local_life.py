@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 from typing_extensions import override
 
 from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.build import memory_limit
 from mlx_parallm.engine.commands import Command, Wake
 from mlx_parallm.engine.kind import BuiltModel, StartedModel, TellProgress
 from mlx_parallm.engine.life import Deliver, EngineLife, OnLoaded
@@ -90,10 +91,14 @@ class LocalLife(EngineLife):
         finally:
             self._loading = None
         engines = {each.model.names[0]: each.engine for each in built if each.engine is not None}
-        live = [engine.live for engine in engines.values() if engine.live is not None]
-        for weights in live:
-            weights.begin_hashing()
-        self._state = EngineState(self._families, engines)
+        for engine in engines.values():
+            if engine.live is not None:
+                engine.live.begin_hashing()
+        self._state = EngineState(
+            self._families,
+            engines,
+            memory_limit(self._config, built, worker),
+        )
         on_loaded(
             [StartedModel(each.config, each.model, each.engine is not None) for each in built]
         )
@@ -111,9 +116,10 @@ class LocalLife(EngineLife):
         try:
             loop.run()
         finally:
-            for weights in live:
-                weights.end_hashing()
+            # Models were loaded and unloaded meanwhile.
             for engine in engines.values():
+                if engine.live is not None:
+                    engine.live.end_hashing()
                 engine.close()
         # The models' memory is free once this returns.
         self._state = None

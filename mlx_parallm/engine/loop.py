@@ -74,7 +74,7 @@ class EngineLoop(LoopState):
             clock: is kept at how long the step in flight has run; None makes one.
         """
         self.engines = engines
-        self.policies = {name: engine.policies for name, engine in engines.items()}
+        self.policies = {}
         self.families = families
         self.worker = worker
         self.pending = {}
@@ -85,8 +85,14 @@ class EngineLoop(LoopState):
         self._inbox = inbox
         self._clock = clock or StepClock()
         self._turns = Turns(self.deliver, max_stall_s)
-        for engine in engines.values():
-            engine.wake_by(lambda: inbox.put(Wake()))
+        for name, engine in engines.items():
+            self.add(name, engine)
+
+    @override
+    def add(self, name: str, engine: ServedEngine) -> None:
+        engine.wake_by(lambda: self._inbox.put(Wake()))
+        self.engines[name] = engine
+        self.policies[name] = engine.policies
 
     def run(self) -> None:
         """Serve until ``Stop``."""

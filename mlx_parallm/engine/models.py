@@ -108,6 +108,13 @@ class ServedEngine(TurnTaker, Protocol):
         No step may be in flight; running requests are computed anew. By default nothing is saved.
         """
 
+    def save_part(self) -> bool:
+        """Save a part of what ``save`` does; return True if there is more.
+
+        No request may run. By default nothing is saved.
+        """
+        return False
+
     def close(self) -> None:
         """End what it keeps outside of this thread: it takes no more steps."""
 
@@ -176,10 +183,12 @@ class EngineState:
     Attributes:
         families: of metrics.
         engines: those that are loaded, by their models' first names; they come and go.
+        memory_limit: most bytes that the models may take on a device; None if it is not known.
     """
 
     families: MetricFamilies
     engines: Mapping[str, ServedEngine]
+    memory_limit: int | None = None
 
 
 class Ask(Protocol):
@@ -221,6 +230,7 @@ class ServedModel(Protocol):
             reads no tokens.
         state_cache: the states after prefixes that each engine keeps; None if prefixes are found
             without one.
+        refuses_unload: why it stays in memory, after its name; None if it can be unloaded.
     """
 
     names: tuple[str, ...]
@@ -230,6 +240,7 @@ class ServedModel(Protocol):
     parent: str | None = None
     info: Any = None
     state_cache: StateCache | None = None
+    refuses_unload: str | None = None
 
     @property
     def memory(self) -> ModelMemory:
@@ -296,11 +307,8 @@ class KindTraits:
     Attributes:
         name: says what they do.
         is_default: True if one of them is meant where no model is named.
-        loads_later: True if they can be loaded, evicted and unloaded while the server runs.
         can_change: True if their weights can be replaced.
         takes_adapters: True if requests may name adapters of them.
-        refuses_load: why they cannot be loaded later, after the model's folder or hub id.
-        refuses_unload: why they cannot be unloaded, after the model's name.
         refuses_change: why their weights cannot be replaced, after the model's name.
         refuses_adapters: why they take no adapters, after the model's name.
         refuses_other: why requests for another kind are refused, after the model's name.
@@ -308,11 +316,8 @@ class KindTraits:
 
     name: str
     is_default: bool = False
-    loads_later: bool = False
     can_change: bool = False
     takes_adapters: bool = False
-    refuses_load: str = "is of a kind that is loaded when the server starts."
-    refuses_unload: str = "cannot be unloaded while the server runs."
     refuses_change: str = "keeps the weights that it was loaded with."
     refuses_adapters: str = "takes no adapters."
     refuses_other: str = "serves requests of another kind."

@@ -3,99 +3,65 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import count
+from typing import Any
 
-from mlx_parallm.config import ModelConfig
-from mlx_parallm.engine.kind import MemoryLimit, StartedModel
+from mlx_parallm.config import LoadingConfig
+from mlx_parallm.engine.kind import MemoryWish, StartedModel
+from mlx_parallm.engine.ledger import KV, WEIGHTS, Claim, Ledger
+from mlx_parallm.engine.load_turns import LoadTurns
 from mlx_parallm.engine.loader import ModelLoader
+from mlx_parallm.engine.model_entry import ModelEntry
 from mlx_parallm.engine.models import KindTraits, ServedModel
-from mlx_parallm.engine.status import ModelState, ModelStatus
-from mlx_parallm.types.errors import ModelLoadError, ModelNotFoundError
+from mlx_parallm.engine.room import RoomMaker
+from mlx_parallm.types.errors import ModelNotFoundError, OutOfMemoryError
 
-
-@dataclass(slots=True, eq=False)
-class ModelEntry:
-    """A model that requests may name.
-
-    Attributes:
-        config: where it comes from.
-        names: the first is the one reported.
-        model: what is known about it once it was loaded; it stays while the weights are away.
-        is_loaded: True if requests may be sent to the engine thread.
-        is_pinned: True if it stays in memory until it is unloaded.
-        is_gone: True if it was unloaded: no request may begin any more.
-        progress: of the load, from 0 to 1.
-        loading: the load that requests wait for.
-        waiting: these requests.
-        num_open: requests that the engine thread has.
-        used: larger for those used later.
-        idle: set while ``num_open`` is 0.
-    """
-
-    config: ModelConfig
-    names: tuple[str, ...]
-    model: ServedModel | None = None
-    is_loaded: bool = False
-    is_pinned: bool = False
-    is_gone: bool = False
-    progress: float = 0.0
-    loading: asyncio.Future[None] | None = None
-    waiting: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
-    num_open: int = 0
-    used: int = 0
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self.idle.set()
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of its weights, in memory or not; 0 until it was loaded once."""
-        return 0 if self.model is None else self.model.memory.weights
-
-    @property
-    def is_movable(self) -> bool:
-        """True if it can be evicted and loaded again; a new model is not known to be otherwise."""
-        return self.model is None or self.model.traits.loads_later
-
-    def is_of(self, traits: KindTraits) -> bool:
-        """True if it is known to be a model of this kind."""
-        return self.model is not None and self.model.traits == traits
-
-    def status(self) -> ModelStatus:
-        """Return what clients see of it."""
-        state, progress = ModelState.EVICTED, 0.0
-        if self.is_loaded:
-            state, progress = ModelState.LOADED, 1.0
-        elif self.loading is not None:
-            state, progress = ModelState.LOADING, self.progress
-        return ModelStatus(
-            names=self.names,
-            root=self.config.path or self.names[0],
-            state=state,
-            progress=progress,
-            is_pinned=self.is_pinned,
-            model=self.model,
-        )
+logger = logging.getLogger(__name__)
 
 
 class Residency:
     """Loads and evicts, one model at a time. Lives on the event loop.
 
-    The least recently used ones are evicted if memory is short. A request that finds its model
-    evicted begins the load, and all that come meanwhile wait for the same one. Models that cannot
-    be loaded later are neither evicted nor counted.
+    A request that finds its model evicted begins the load, and all that come meanwhile wait for the
+    same one. See ``RoomMaker`` for what is evicted, and ``LoadTurns`` for the order of loads.
+
+    Attributes:
+        by_name: the models that requests may name.
+        ledger: the memory that is promised to them.
     """
 
-    def __init__(self, loader: ModelLoader, limits: Mapping[str, MemoryLimit]) -> None:
-        """Create it without models; ``limits`` are those of kinds, by their names."""
+    def __init__(
+        self,
+        loader: ModelLoader,
+        ledger: Ledger,
+        config: LoadingConfig,
+        *,
+        read_limit: Callable[[], Awaitable[int | None]],
+        is_needed: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        """Create it without models.
+
+        Args:
+            loader: loads them.
+            ledger: counts their memory.
+            config: the settings.
+            read_limit: asks the engines for the ledger's limit.
+            is_needed: see ``RoomMaker``.
+        """
         self._loader = loader
-        self._limits = limits
-        self._turn = asyncio.Lock()
+        self._config = config
+        self._turns = LoadTurns()
         self._clock = count(1)
+        self._tasks: set[asyncio.Future[None]] = set()
+        # The first names of the models that were loaded at the start, and unloaded since.
+        self._unloaded: set[str] = set()
+        self._read_limit = read_limit
+        self._is_settled = False
         self.by_name: dict[str, ModelEntry] = {}
+        self.ledger = ledger
+        self._room = RoomMaker(ledger, self.entries, self._evict, self._shrink, is_needed, config)
 
     def entries(self) -> list[ModelEntry]:
         """Return all models that requests may name, in the order they were given."""
@@ -103,75 +69,114 @@ class Residency:
 
     def replace(self, loaded: Sequence[StartedModel]) -> None:
         """Note that the engine thread has loaded these models, and nothing else."""
-        entries = [
-            ModelEntry(
-                started.config, started.model.names, started.model, is_loaded=started.is_loaded
-            )
-            for started in loaded
-        ]
+        kept = [each for each in loaded if each.model.names[0] not in self._unloaded]
+        before = {entry.name: entry for entry in self.entries()}
+        entries = [_started(each, before, self._config.ttl_s) for each in kept]
         by_name = {name: entry for entry in entries for name in entry.names}
-        others = [entry for entry in self.entries() if entry.names[0] not in by_name]
+        others = [entry for entry in before.values() if entry.name not in by_name]
         for entry in others:
             # It was loaded at run time, before the thread was restarted; its next request loads it.
             entry.is_loaded = False
         self.by_name = by_name | {name: entry for entry in others for name in entry.names}
+        claims = [claim for entry in entries if entry.is_loaded for claim in _claims(entry)]
+        self.ledger.restart(claims, None)
+        self._is_settled = False
+
+    async def _settle(self) -> None:
+        """Unload what was unloaded before a restart, and bound the memory of models."""
+        if self._is_settled:
+            return
+        for name in sorted(self._unloaded):
+            await self._loader.drop(name)
+        self.ledger.restart(self.ledger.claims(), await self._read_limit())
+        self._is_settled = True
+
+    def start_timers(self) -> None:
+        """Begin the time to live of models that were loaded at the start; an event loop runs."""
+        for entry in self.entries():
+            entry.arm(self._expire)
 
     def add(self, entry: ModelEntry) -> None:
         """Let requests name a model, whose names are free."""
+        if entry.ttl_s is None:
+            entry.ttl_s = self._config.ttl_s
         self.by_name |= dict.fromkeys(entry.names, entry)
 
-    async def begin(self, entry: ModelEntry) -> None:
-        """Have a model in memory for a request, until ``end``.
+    async def begin(self, entry: ModelEntry, client: str = "") -> None:
+        """Have a model in memory for a request of a client, until ``end``.
 
         Raises:
             ModelNotFoundError: it was unloaded meanwhile.
-            ModelLoadError: it cannot be loaded.
+            ModelLoadError, NoRoomError: it cannot be loaded.
         """
         entry.used = next(self._clock)
-        if entry.is_loaded:
-            self._let_in(entry)
-            return
         if entry.is_gone:
-            raise ModelNotFoundError(entry.names[0])
+            raise ModelNotFoundError(entry.name)
+        if entry.is_loaded:
+            entry.enter()
+            return
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry.waiting.append(waiting)
         if entry.loading is None:
             entry.progress = 0.0
             # The load is a task of its own, because a waiting request may be cancelled.
-            entry.loading = asyncio.ensure_future(self._load(entry))
+            entry.loading = self._spawn(self._load(entry, client))
         try:
             await waiting
         except asyncio.CancelledError:
-            if waiting.done() and not waiting.cancelled():
+            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
                 # The request was admitted and cancelled before it ran again.
                 self.end(entry)
             raise
 
     def end(self, entry: ModelEntry) -> None:
-        """Note that a request that ``begin`` let in is answered."""
-        entry.num_open -= 1
-        if not entry.num_open:
-            entry.idle.set()
+        """Note that a request that ``begin`` let in is answered; its time to live begins."""
+        entry.leave()
+        entry.arm(self._expire)
 
     async def unload(self, entry: ModelEntry) -> None:
         """Admit no more requests of a model, wait for those that run, and free its memory."""
         entry.is_gone = True
         self.by_name = {name: other for name, other in self.by_name.items() if other is not entry}
-        async with self._turn:
+        # Loads of other models need not wait for its requests.
+        await entry.idle.wait()
+        async with self._turns.turn():
+            await entry.idle.wait()
             if entry.is_loaded:
                 await self._evict(entry)
-            await self._loader.forget(entry.names[0])
+            await self._loader.forget(entry.name)
+            self._unloaded.add(entry.name)
 
-    def _let_in(self, entry: ModelEntry) -> None:
-        entry.num_open += 1
-        entry.idle.clear()
+    def set_ttl(self, entry: ModelEntry, ttl_s: float | None) -> None:
+        """Evict a model after so many idle seconds from now on; None: never."""
+        entry.ttl_s = ttl_s
+        entry.arm(self._expire)
 
-    async def _load(self, entry: ModelEntry) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _expire(self, entry: ModelEntry) -> None:
+        self._spawn(self._evict_expired(entry))
+
+    async def _evict_expired(self, entry: ModelEntry) -> None:
+        """Evict a model unless a request came, or its time to live was changed, meanwhile."""
+        async with self._turns.turn():
+            is_due = entry.expires_s <= asyncio.get_running_loop().time()
+            if is_due and entry.may_leave and not entry.num_open:
+                logger.info("%s is evicted, as it was idle for %g s", entry.name, entry.ttl_s)
+                await self._evict(entry)
+
+    async def _load(self, entry: ModelEntry, client: str) -> None:
         """Load a model, and admit all requests that wait for it before a load can evict it."""
         failure: Exception | None = None
-        async with self._turn:
+        async with self._turns.turn(client):
             try:
-                await self._bring(entry)
+                await self._settle()
+                if not entry.is_loaded:
+                    await self._bring(entry)
             except Exception as problem:  # noqa: BLE001 - it is raised for the requests that wait
                 failure = problem
             entry.loading = None
@@ -180,54 +185,72 @@ class Residency:
                 if waiter.done():
                     continue
                 if failure is None:
-                    self._let_in(entry)
+                    entry.enter()
                     waiter.set_result(None)
                 else:
                     waiter.set_exception(failure)
+            entry.arm(self._expire)
 
     async def _bring(self, entry: ModelEntry) -> None:
+        """Load a model; once more with all idle ones evicted if the device lacks the memory."""
         if entry.is_gone:
-            raise ModelNotFoundError(entry.names[0])
+            raise ModelNotFoundError(entry.name)
+        try:
+            entry.model = await self._read(entry)
+        except OutOfMemoryError:
+            idle = [each for each in self.entries() if each.may_leave and not each.num_open]
+            if not idle:
+                raise
+            for each in idle:
+                await self._evict(each)
+            entry.model = await self._read(entry)
+        entry.is_loaded, entry.progress = True, 1.0
+        entry.loaded_s = asyncio.get_running_loop().time()
+        self._unloaded.discard(entry.name)
 
+    async def _read(self, entry: ModelEntry) -> ServedModel:
         def on_progress(share: float) -> None:
             entry.progress = share
 
-        entry.model = await self._loader.load(
-            entry.config,
-            entry.names,
-            lambda num_bytes, traits: self._make_room(entry, num_bytes, traits),
-            on_progress,
-        )
-        entry.is_loaded = True
+        async def promise(what: str, wish: MemoryWish, traits: KindTraits) -> int:
+            return await self._room.promise(entry, what, wish, traits)
 
-    async def _make_room(self, entry: ModelEntry, num_bytes: int, traits: KindTraits) -> None:
-        """Evict models of a kind until one more of it fits its limit.
-
-        Raises:
-            ModelLoadError: what may be evicted is not enough; then nothing is.
-        """
-        limit = self._limits.get(traits.name)
-        if limit is None:
-            return
-        loaded = [other for other in self.entries() if other.is_loaded and other.is_of(traits)]
-        kept = sum(other.num_bytes for other in loaded if other.is_pinned)
-        if num_bytes + kept > limit.num_bytes:
-            raise ModelLoadError(
-                f"{entry.names[0]} takes {num_bytes} bytes. {limit.owners} may take "
-                f"{limit.num_bytes} together ({limit.flag}), and {kept} of them are pinned."
-            )
-        used = sum(other.num_bytes for other in loaded)
-        movable = sorted(
-            (other for other in loaded if not other.is_pinned), key=lambda other: other.used
-        )
-        for other in movable:
-            if used + num_bytes <= limit.num_bytes:
-                return
-            await self._evict(other)
-            used -= other.num_bytes
+        try:
+            return await self._loader.load(entry.config, entry.names, promise, on_progress)
+        except BaseException:
+            self.ledger.release(entry.name)
+            raise
 
     async def _evict(self, entry: ModelEntry) -> None:
-        # Requests that arrive from now on begin another load, which waits for ``_turn``.
+        # Requests that arrive from now on begin another load, which waits for its turn.
         entry.is_loaded = False
+        entry.disarm()
         await entry.idle.wait()
-        await self._loader.drop(entry.names[0])
+        await self._loader.drop(entry.name)
+        self.ledger.release(entry.name)
+
+    async def _shrink(self, entry: ModelEntry) -> None:
+        """Let an idle model give back KV beyond one context."""
+
+
+def _started(
+    started: StartedModel, before: dict[str, ModelEntry], ttl_s: float | None
+) -> ModelEntry:
+    """Return the entry of a model that was loaded at the start, set as an earlier one was."""
+    entry = ModelEntry(
+        started.config, started.model.names, started.model, is_loaded=started.is_loaded, ttl_s=ttl_s
+    )
+    earlier = before.get(entry.name)
+    if earlier is not None:
+        entry.is_pinned, entry.ttl_s = earlier.is_pinned, earlier.ttl_s
+    return entry
+
+
+def _claims(entry: ModelEntry) -> list[Claim]:
+    assert entry.model is not None, "it is loaded"
+    parts = {WEIGHTS: entry.model.memory.weights, KV: entry.model.memory.kv}
+    kind = entry.model.traits.name
+    return [
+        Claim(model=entry.name, kind=kind, what=what, num_bytes=size)
+        for what, size in parts.items()
+    ]

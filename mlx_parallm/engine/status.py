@@ -93,6 +93,20 @@ class ReadCacheBytes(StateQuery[Mapping[str, int]]):
 
 
 @dataclass(frozen=True, slots=True)
+class ReadMemoryLimit(StateQuery[int | None]):
+    """Return the most bytes that models may take on each device; None if it is not known."""
+
+    @override
+    def __call__(self, state: EngineState) -> int | None:
+        return state.memory_limit
+
+    @override
+    def together(self, answers: Sequence[int | ParallmError | None]) -> int | None:
+        """All engines load the same models, so the least limit holds for each."""
+        return min((limit for limit in _answered(answers) if limit is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
 class ReadMetrics(StateQuery[bytes]):
     """Return the engines' metrics in Prometheus' format."""
 
@@ -179,12 +193,14 @@ class EngineReport:
 class ModelState(StrEnum):
     """The place of a model's weights.
 
-    evicted: they were freed for another model; its next request loads it again.
+    evicted: they were freed; its next request loads it again.
+    available: it lies in a folder of models, and its first request loads it.
     """
 
     LOADED = "loaded"
     LOADING = "loading"
     EVICTED = "evicted"
+    AVAILABLE = "available"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +215,9 @@ class ModelStatus:
         is_pinned: True if it stays in memory until it is unloaded.
         model: what is known about it; None until it was loaded once.
         parent: an adapter's model, which state, progress and pin are about; None for a model.
+        ttl_s: seconds after its last request until it is evicted; None: for ever.
+        expires_s: when that is, by the event loop's clock; None while requests run, or never.
+        size_bytes: the bytes of its files; None if they were not looked at.
     """
 
     names: tuple[str, ...]
@@ -208,6 +227,9 @@ class ModelStatus:
     is_pinned: bool
     model: Any
     parent: str | None = None
+    ttl_s: float | None = None
+    expires_s: float | None = None
+    size_bytes: int | None = None
 
     @property
     def is_default(self) -> bool:
@@ -253,8 +275,8 @@ class RequestDoor(Protocol):
         """Return the error for a name that nothing has; it lists what is served."""
         ...
 
-    async def wait(self, name: str) -> None:
-        """Return once what is named in a ``ModelLoadingError`` is loaded.
+    async def wait(self, name: str, client: str = "") -> None:
+        """Return once what is named in a ``ModelLoadingError`` is loaded, for a client.
 
         Raises:
             ModelNotFoundError: it was unloaded meanwhile.

@@ -14,7 +14,6 @@ from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.generation.device_runner import DeviceRunner
 from mlx_parallm.generation.engine import GenerationEngine
-from mlx_parallm.generation.kind import GenerationTokenizers
 from mlx_parallm.generation.kv_cache.budget import KVShare
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.kv_cache.opening import make_snapshots, open_tiers
@@ -22,6 +21,7 @@ from mlx_parallm.generation.kv_cache.tiers import Tiers
 from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.generation.tokenizers import GenerationTokenizers
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.images.form import ImageForm, image_form
@@ -47,6 +47,8 @@ from mlx_parallm.worker.weights.revision import folder_revision
 logger = logging.getLogger(__name__)
 # CUDA_TOKEN_BUDGET: tokens of a step that keep an NVIDIA GPU busy; other devices take too long.
 CUDA_TOKEN_BUDGET = 2048
+# DIVIDED: why a model over ranks stays in memory, after its name.
+DIVIDED = "is divided among ranks, which load their models when the server starts."
 # SMALL_BATCH_SIZE: most sequences that decode for which proposals pay on the CPU, where every row
 # takes its time, and for models with a state, whose steps with proposals have several shapes; see
 # ``speculating.DEFAULT_BATCH_SIZE``.
@@ -98,7 +100,7 @@ class LoadedGenerator:
     @property
     def draft_name(self) -> str:
         """The name that a draft model of it has in the worker."""
-        return f"{self.name} draft"
+        return draft_name(self.name)
 
     @property
     def tokenizer(self) -> ParallmTokenizer:
@@ -109,6 +111,11 @@ class LoadedGenerator:
     def weight_bytes(self) -> int:
         """Return the size of the weights of the model and its draft model."""
         return self.plan.weight_bytes + (self.draft.plan.weight_bytes if self.draft else 0)
+
+
+def draft_name(model: str) -> str:
+    """Return the name that the draft model of a model has in the worker."""
+    return f"{model} draft"
 
 
 def grammars_of(loaded: LoadedGenerator) -> GrammarCompiler:
@@ -160,6 +167,7 @@ def assembled(
         images=_images(loaded, runner.info),
         seq2seq=loaded.tokenizers.sides,
         state_cache=_state_cache(loaded, share, runner.info, context.settings),
+        refuses_unload=None if context.worker.ranks is None else DIVIDED,
     )
     identity = _identity(loaded, plan, context.worker.ranks)
     engine = _engine(loaded, share, runner, grammars, identity, context, kept)
@@ -331,7 +339,7 @@ def _open_tiers(
         owner=identity.digest,
         block_bytes=loaded.kv.block_bytes,
         state_bytes=info.state_bytes,
-        num_models=len(context.settings.models),
+        num_models=max(1, len(context.settings.models)),
         runs_ahead=info.runs_ahead,
         draft=None if loaded.draft is None else loaded.draft.seen,
     )

@@ -22,6 +22,7 @@ from mlx_parallm.types.step import (
     StepInFlight,
     StepOutput,
 )
+from mlx_parallm.worker.device.room import give_back
 from mlx_parallm.worker.generation.load.plan import GenerationPlan
 from mlx_parallm.worker.ops import (
     ComputeInputs,
@@ -32,6 +33,7 @@ from mlx_parallm.worker.ops import (
     ReadBlocks,
     ReadStates,
     Step,
+    Unload,
     WriteBlocks,
     WriteStates,
     tensor_ops,
@@ -63,6 +65,12 @@ class DeviceRunner(Runner):
         if batch.moves:
             return self._submit_after(batch.moves, replace(batch, moves=NO_MOVES))
         return self._worker.begin(Step(model=self._model, batch=batch))
+
+    @override
+    def release(self) -> None:
+        self._runs.clear()
+        self._worker.execute(Unload(model=self._model))
+        give_back()
 
     def _submit_after(self, moves: Moves, batch: ScheduledBatch) -> StepInFlight:
         """Begin the moves, then the step if the batch has sequences."""

@@ -272,10 +272,11 @@ class GenerationEngine(ServedEngine):
 
     @override
     def release(self) -> None:
-        """Its arrays are freed with this object."""
         if self.live is not None:
             self.live.end_hashing()
-        self.close()
+        if self._tiers is not None:
+            self._tiers.close()
+        self._runner.release()
 
     @override
     def wake_by(self, wake: Callable[[], None]) -> None:
@@ -287,6 +288,12 @@ class GenerationEngine(ServedEngine):
         """Blocks that are read wake the loop; a read that is late does not."""
         due_in_s = None if self._tiers is None else self._tiers.fetches.due_in_s
         return STALL_WAIT_S if due_in_s is None else max(STALL_WAIT_S, due_in_s)
+
+    @override
+    def save_part(self) -> bool:
+        if self._tiers is None or not self._tiers.saves:
+            return False
+        return self._save_batch() is not False
 
     @override
     def save(self) -> None:
@@ -308,16 +315,22 @@ class GenerationEngine(ServedEngine):
         """
         assert self._tiers is not None, "there is where to save it"
         until_s = time.monotonic() + SAVE_S
-        updates: list[SequenceUpdate] = []
         while self._tiers.saves and time.monotonic() < until_s:
-            batch = self._scheduler.schedule_saves()
-            if batch is None:
+            has_saved = self._save_batch()
+            if has_saved is None:
                 time.sleep(SAVE_POLL_S)
-                continue
-            output = self._attempt(batch, partial(self._run, batch), updates)
-            if output is None:
+            elif not has_saved:
                 return
+
+    def _save_batch(self) -> bool | None:
+        """Save one batch of blocks; None if stores take none now, False if it failed."""
+        batch = self._scheduler.schedule_saves()
+        if batch is None:
+            return None
+        output = self._attempt(batch, partial(self._run, batch), [])
+        if output is not None:
             self._scheduler.update(batch, output)
+        return output is not None
 
     def _run(self, batch: ScheduledBatch) -> StepOutput:
         return self._runner.submit(batch).wait()

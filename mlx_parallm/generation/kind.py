@@ -9,55 +9,19 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from mlx_parallm.config import ModelConfig
-from mlx_parallm.engine.kind import Kind, ModelFolder
+from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.engine.kind import BuildContext, Kind, ModelFolder, OpenModel
 from mlx_parallm.engine.status import RequestDoor
 from mlx_parallm.generation.event_stream import EventStream
 from mlx_parallm.generation.model import GENERATION_TRAITS, GenerationModel, RequestHandle
-from mlx_parallm.models.load_failures import load_failures
+from mlx_parallm.generation.tokenizers import GenerationTokenizers, read_tokenizers
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest
 
 if TYPE_CHECKING:
-    from mlx_parallm.tokenizer.seq2seq.tokenizer import Seq2SeqTokenizer
-    from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationTokenizers:
-    """The tokenizers of a folder.
-
-    Attributes:
-        output: of what the model generates, and of its prompts.
-        sides: both sides of an encoder-decoder's tokenizer; None for a decoder.
-    """
-
-    output: ParallmTokenizer
-    sides: Seq2SeqTokenizer | None = None
-
-    @property
-    def description(self) -> str:
-        """Return their class."""
-        return (self.sides or self.output).description
-
-
-def read_tokenizers(folder: ModelFolder) -> GenerationTokenizers:
-    """Return the tokenizers of a folder.
-
-    Raises:
-        ConfigError: the chat template cannot be read.
-        ModelLoadError: the folder has none.
-    """
-    # They bring MLX, which the process of a server without an engine imports for this alone.
-    from mlx_parallm.tokenizer.loading import load_tokenizer  # noqa: PLC0415
-    from mlx_parallm.tokenizer.seq2seq.loading import load_seq2seq  # noqa: PLC0415
-
-    config, path = folder.config, folder.path
-    with load_failures(path):
-        tokenizer = load_tokenizer(
-            path, chat_template=config.chat_template, trust_remote_code=config.trust_remote_code
-        )
-        return GenerationTokenizers(tokenizer, load_seq2seq(path, tokenizer))
+    from mlx_parallm.engine.metrics import MetricFamilies
+    from mlx_parallm.generation.pending import PendingGenerationModel
+    from mlx_parallm.worker.worker import Worker
 
 
 class GenerationClient:
@@ -124,6 +88,42 @@ class GenerationKind(Kind[GenerationClient]):
         """Mlx_lm says at load what it cannot run."""
         del config, path
         return True
+
+    def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:
+        """Read the tokenizers; see ``Kind``."""
+        folder = ModelFolder(config, path)
+        return OpenGeneration(folder, settings, read_tokenizers(folder))
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGeneration:
+    """Opens a model on the engine thread, perhaps in another process. Implements ``OpenModel``."""
+
+    folder: ModelFolder
+    settings: EngineConfig
+    tokenizers: GenerationTokenizers
+
+    def __call__(self, families: MetricFamilies, worker: Worker) -> PendingGenerationModel:
+        """Begin to load the folder; see ``PendingGenerationModel``.
+
+        Raises:
+            InvalidRequestError: models are divided among ranks here.
+        """
+        # The process that reads the folder may be without MLX.
+        from mlx_parallm.generation.pending import PendingGenerationModel  # noqa: PLC0415
+
+        if worker.ranks is not None:
+            raise InvalidRequestError(
+                f"{self.folder.names[0]} generates. Such models are divided among ranks here, "
+                "which load them when the server starts.",
+                param="model",
+            )
+        context = BuildContext(self.settings, families, worker, _ignore)
+        return PendingGenerationModel(self.folder, self.tokenizers, context)
+
+
+def _ignore(_text: str, _share: float) -> None:
+    """Report no progress: the load's own commands do."""
 
 
 #: ``GENERATION``: the kind, whose ``client`` routes use.

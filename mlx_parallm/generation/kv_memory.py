@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from mlx_parallm.config import CacheConfig
-from mlx_parallm.generation.kv_cache.budget import most_bytes
+from mlx_parallm.config import CacheConfig, MemoryBound
+from mlx_parallm.engine.kind import MemoryWish
+from mlx_parallm.generation.kv_cache.budget import SNAPSHOT_SHARE, most_bytes
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.step import KVPlan
 from mlx_parallm.units import readable_bytes
@@ -26,7 +27,11 @@ STEP_BYTES = 256 << 20
 
 
 def kv_budget(
-    plans: Sequence[KVPlan], weight_bytes: int, cache: CacheConfig, worker: Worker
+    plans: Sequence[KVPlan],
+    weight_bytes: int,
+    cache: CacheConfig,
+    worker: Worker,
+    limit: MemoryBound | None = None,
 ) -> int:
     """Return the bytes of KV for all models: as configured, or what is free and sensible.
 
@@ -35,21 +40,32 @@ def kv_budget(
         weight_bytes: of all models together.
         cache: the settings.
         worker: has the models.
+        limit: on weights and KV together; None for none.
 
     Raises:
-        ConfigError: so much is not free.
+        ConfigError: so much is not free, or the limit leaves nothing.
     """
     if not plans:
         return 0
     free = free_bytes(worker, cache.num_engines)
     if free == 0 and backend_name() == "metal":
         raise ConfigError(_no_room(cache.num_engines))
+    available = None if free is None else weight_bytes + free
+    most = None if limit is None else limit.num_bytes(available)
+    left = None if most is None else most - weight_bytes
+    if left is not None and left < (cache.kv_cache_bytes or 1):
+        raise ConfigError(
+            f"The weights take {readable_bytes(weight_bytes)}, and --memory leaves "
+            f"{readable_bytes(max(0, left))} for KV."
+        )
     if cache.kv_cache_bytes is not None:
         return _configured_bytes(cache, free)
     unused = host_free_bytes()
     budget = sum(plan.wanted_bytes for plan in plans)
     if free is not None:
         budget = min(budget, int(free * cache.memory_fraction))
+    if left is not None:
+        budget = min(budget, left)
     bound = most_bytes(
         backend_name(), weight_bytes, free if unused is None else unused, cache.num_engines
     )
@@ -60,6 +76,29 @@ def kv_budget(
         readable_bytes(bound),
     )
     return bound
+
+
+def kv_wish(plan: KVPlan, weight_bytes: int, cache: CacheConfig, *, may_cut: bool) -> MemoryWish:
+    """Return the KV memory that a model needs which is loaded while others serve.
+
+    Args:
+        plan: its claim.
+        weight_bytes: the size of its weights.
+        cache: the settings.
+        may_cut: True if it may serve a shorter context than its own.
+    """
+    context = plan.context_blocks * plan.block_bytes
+    least = context
+    if plan.state_bytes:
+        # A part of the memory is for the states after prefixes, however small it is.
+        least = -(-context * SNAPSHOT_SHARE // (SNAPSHOT_SHARE - 1)) + plan.state_bytes
+        least += plan.block_bytes
+    wanted = plan.wanted_bytes if cache.kv_cache_bytes is None else cache.kv_cache_bytes
+    bound = most_bytes(backend_name(), weight_bytes, host_free_bytes(), cache.num_engines)
+    if bound is not None and cache.kv_cache_bytes is None:
+        wanted = min(wanted, bound)
+    smallest = plan.block_bytes + plan.state_bytes if may_cut else least
+    return MemoryWish(smallest=smallest, least=least, wanted=max(wanted, least))
 
 
 def _no_room(num_engines: int) -> str:

@@ -34,9 +34,6 @@ GENERATION_TRAITS = KindTraits(
     is_default=True,
     can_change=True,
     takes_adapters=True,
-    refuses_load="is not a pooling model. Models that generate are loaded only when the server "
-    "starts, because their KV memory is planned there.",
-    refuses_unload="generates; such models cannot be unloaded.",
     refuses_other="is a model that generates, not a model of this route.",
 )
 
@@ -219,6 +216,7 @@ class GenerationModel(ServedModel):
         images: how the model takes images; None if it takes none.
         seq2seq: the sources and decoder prompts of an encoder-decoder; None for a decoder.
         state_cache: the states after prefixes that each engine keeps; None if it has no state.
+        refuses_unload: why it stays in memory; None if it can be unloaded.
     """
 
     names: tuple[str, ...]
@@ -238,6 +236,7 @@ class GenerationModel(ServedModel):
     images: ImageForm | None = None
     seq2seq: Seq2SeqTokenizer | None = None
     state_cache: StateCache | None = None
+    refuses_unload: str | None = None
 
     traits = GENERATION_TRAITS
     #: Its chat template may write tools.

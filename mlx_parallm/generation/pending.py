@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.config import ModelConfig
-from mlx_parallm.engine.kind import BuildContext, BuiltModel, ModelFolder, advance_load
+from mlx_parallm.config import CacheConfig, ModelConfig
+from mlx_parallm.engine.kind import (
+    BuildContext,
+    BuiltModel,
+    MemoryWish,
+    ModelFolder,
+    advance_load,
+)
 from mlx_parallm.engine.model_files import fetch_model
 from mlx_parallm.engine.policies import Policies
-from mlx_parallm.generation.assembly import LoadedDraft, LoadedGenerator, assembled, grammars_of
-from mlx_parallm.generation.kind import GenerationTokenizers
-from mlx_parallm.generation.kv_cache.budget import KVShare
-from mlx_parallm.generation.kv_memory import free_bytes
+from mlx_parallm.generation.assembly import (
+    LoadedDraft,
+    LoadedGenerator,
+    assembled,
+    draft_name,
+    grammars_of,
+)
+from mlx_parallm.generation.kv_cache.budget import KVShare, report_cut, share_budget
+from mlx_parallm.generation.kv_memory import free_bytes, kv_wish
+from mlx_parallm.generation.tokenizers import GenerationTokenizers
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.kernels.store import kernel_folder
 from mlx_parallm.models.checkpoints.contents import FolderContents, SeenFolder, user_memory
 from mlx_parallm.models.checkpoints.decoder_sizes import learned_positions
+from mlx_parallm.models.checkpoints.weight_files import weight_files
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
+from mlx_parallm.worker.device.room import give_back
 from mlx_parallm.worker.generation.load.plan import GenerationPlan, GenerationSpec
 from mlx_parallm.worker.generation.load.remembered import LoadMemory, RememberedPlans
-from mlx_parallm.worker.ops import Allocate, Load, Pending, Stages
+from mlx_parallm.worker.ops import Allocate, Load, Pending, Stages, Unload
 from mlx_parallm.worker.worker import PendingLoad
+
+logger = logging.getLogger(__name__)
 
 # READ_SHARE: the share of a load that is reading the weights.
 READ_SHARE = 0.8
@@ -40,8 +57,16 @@ class _Allocation:
     pending: Pending[GenerationPlan]
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """The weights that were opened, and the stages in which they are read."""
+
+    opened: PendingLoad
+    reading: Stages[LoadedGenerator]
+
+
 class PendingGenerationModel:
-    """A generator that is being loaded. Implements ``PendingModel``.
+    """A generator that is being loaded. Implements ``PendingModel`` and ``TakesMemory``.
 
     Its weights are read first. Then it is known what KV it wants, and it waits for a share of that
     memory.
@@ -65,11 +90,11 @@ class PendingGenerationModel:
         self._context = context
         self._contents = FolderContents(user_memory())
         self._seen = self._contents.see(folder.path)
-        self._opened, self._memory = _begin_load(
+        opened, self._memory = _begin_load(
             folder.config, folder.path, self.name, self._seen, context
         )
-        self._num_parts = max(1, self._opened.num_stages - 1)
-        self._reading = Stages(self._read())
+        self._num_parts = max(1, opened.num_stages - 1)
+        self._begun: _Begun | None = _Begun(opened, Stages(self._read(opened)))
         self._allocation: _Allocation | None = None
 
     @property
@@ -79,14 +104,43 @@ class PendingGenerationModel:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of its weights, without those of a draft model."""
-        return self._opened.num_bytes
+        """Return the size of its weights and of its draft model's files."""
+        speculative, draft = self._context.settings.speculative, 0
+        if speculative is not None and speculative.model is not None:
+            path = fetch_model(self._folder.config, speculative.model, self._context.on_progress)
+            draft = sum(file.stat().st_size for file in weight_files(path))
+        return self._reads.opened.num_bytes + draft
+
+    @property
+    def _reads(self) -> _Begun:
+        assert self._begun is not None, "closed"
+        return self._begun
 
     def read(self) -> LoadedGenerator:
         """Read what is left of the weights; return the model, which has no KV yet."""
         with load_failures(self._folder.path):
-            self.loaded = self._reading.wait()
+            self.loaded = self._reads.reading.wait()
         return self.loaded
+
+    @property
+    def wish(self) -> MemoryWish | None:
+        """Return the KV memory that it needs; None while it reads, and once that was granted."""
+        loaded = self.loaded
+        if loaded is None or self._allocation is not None:
+            return None
+        may_cut = not loaded.folder.config.max_model_len_is_own
+        cache = self._context.settings.cache
+        return kv_wish(loaded.kv, loaded.weight_bytes, cache, may_cut=may_cut)
+
+    def grant(self, num_bytes: int) -> None:
+        """Begin to allocate so many bytes of KV; see ``TakesMemory``."""
+        loaded, cache = self.read(), self._context.settings.cache
+        (num_blocks,) = share_budget([loaded.kv], num_bytes, cache.num_engines)
+        share = share_of(loaded, num_blocks, cache)
+        logger.info("%s: %s", share.name, share)
+        if share.is_cut:
+            report_cut(share, loaded.folder.config.max_model_len, cache.num_engines)
+        self.allocate(share)
 
     def allocate(self, share: KVShare) -> None:
         """Begin to allocate the KV of the model, whose weights are read."""
@@ -100,16 +154,25 @@ class PendingGenerationModel:
         """See ``PendingModel``."""
         with load_failures(self._folder.path):
             advance_load(self._stages)
-        if self._reading.num_stages > 1:
-            return READ_SHARE * (1.0 - (self._opened.num_stages - 1) / self._num_parts)
+        if self._reads.reading.num_stages > 1:
+            return READ_SHARE * (1.0 - (self._reads.opened.num_stages - 1) / self._num_parts)
+        if self.loaded is None:
+            self.read()
         return READ_SHARE if self._allocation is None or self._stages.num_stages > 1 else 1.0
 
     @property
     def _stages(self) -> Pending[Any]:
-        return self._reading if self._allocation is None else self._allocation.pending
+        return self._reads.reading if self._allocation is None else self._allocation.pending
 
     def close(self) -> None:
-        """Drop the load, unless it was finished."""
+        """Free what there is of the model, unless the load was finished."""
+        is_finished, self._begun = self._begun is None, None
+        if is_finished:
+            return
+        self.loaded = self._allocation = None
+        for name in (self.name, draft_name(self.name)):
+            self._context.worker.execute(Unload(model=name))
+        give_back()
 
     def finish(self, kept: Policies | None = None) -> BuiltModel:
         """Return the model, ready to serve, once its KV was allocated."""
@@ -119,10 +182,12 @@ class PendingGenerationModel:
         with load_failures(self._folder.path):
             plan = allocation.pending.wait()
         _remember(self._memory, loaded, plan)
-        return assembled(loaded, allocation.share, plan, allocation.grammars, self._context, kept)
+        built = assembled(loaded, allocation.share, plan, allocation.grammars, self._context, kept)
+        self._begun = None
+        return built
 
-    def _read(self) -> Generator[None, None, LoadedGenerator]:
-        plan = yield from _advanced(self._opened)
+    def _read(self, opened: PendingLoad) -> Generator[None, None, LoadedGenerator]:
+        plan = yield from _advanced(opened)
         loaded = LoadedGenerator(
             self._folder,
             self._tokenizers,
@@ -142,6 +207,12 @@ class PendingGenerationModel:
         # A block of the budget has KV of both models, of equally many tokens.
         kv = replace(loaded.kv, block_bytes=loaded.kv.block_bytes + draft.plan.kv.block_bytes)
         return replace(loaded, draft=draft, kv=kv)
+
+
+def share_of(loaded: LoadedGenerator, num_blocks: int, cache: CacheConfig) -> KVShare:
+    """Return a model's share of KV memory, a part of which is for states after prefixes."""
+    limit = cache.state_cache_bytes if cache.enable_prefix_caching else 0
+    return KVShare(loaded.name, loaded.kv, num_blocks).with_snapshots(limit)
 
 
 def _begin_load(

@@ -14,7 +14,6 @@ from mlx_parallm.types.nets import NetRequest, NetSignature
 
 NET_TRAITS = KindTraits(
     name="net",
-    loads_later=True,
     can_change=True,
     refuses_adapters="is a net: nets take whole weights, by POST /update_weights.",
     refuses_other="is a net: it answers /v1/predict and, if it is a policy, /v1/rl/act "

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 POOLING_TRAITS = KindTraits(
     name="pooling",
-    loads_later=True,
     takes_adapters=True,
     refuses_change="is a pooling model: its weights stay as they were loaded.",
     refuses_other="is a pooling model, not a model of this route (docs/pooling.md).",

@@ -99,7 +99,9 @@ def share_of(config: EngineConfig, num_engines: int) -> EngineConfig:
         memory_fraction=cache.memory_fraction / num_engines,
         num_engines=num_engines,
     )
-    memory = replace(config.memory, num_engines=num_engines)
+    limit = config.memory.limit
+    part = None if limit is None else limit.part(num_engines)
+    memory = replace(config.memory, num_engines=num_engines, limit=part)
     return replace(config, cache=share, memory=memory)
 
 

@@ -319,6 +319,14 @@ class TrainingService(Watcher):
             if session.config.model == model and session.state.status is not Status.PAUSED:
                 session.pause(f"{model} was unloaded.")
 
+    @override
+    def needs(self, model: str) -> bool:
+        """A session that goes on keeps its model: a part of it is in memory only."""
+        return any(
+            session.config.model == model and session.state.status is not Status.PAUSED
+            for session in self.all()
+        )
+
     def count_bytes(self, count: Callable[[], int]) -> None:
         """Let what ``count`` returns count among the bytes of the sessions."""
         self._store.others.append(count)

@@ -20,6 +20,7 @@
     ├── OverloadedError             the waiting queue is full; try again later     (HTTP 429)
     ├── ShuttingDownError           the server is draining                         (HTTP 503)
     ├── ModelLoadingError           the model is not loaded yet; routes of JSON wait (HTTP 503)
+    ├── NoRoomError                 a model waits for memory that others use       (HTTP 503)
     ├── PausedError                 generation is paused; try again later          (HTTP 503)
     ├── EngineDeadError             no engine is there; try again later            (HTTP 503)
     │   ├── RequestLostError        the engine died that had this request          (HTTP 503)
@@ -185,6 +186,16 @@ class OverloadedError(ParallmError):
 
 class ShuttingDownError(ParallmError):
     """The server no longer admits requests."""
+
+
+class NoRoomError(ParallmError):
+    """There is no memory for a model now, because requests of others have not ended.
+
+    Attributes:
+        retry_after_s: when it may be worth another try, in seconds.
+    """
+
+    retry_after_s: float = 30.0
 
 
 class ModelLoadingError(ParallmError):

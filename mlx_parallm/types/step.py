@@ -463,3 +463,9 @@ class Runner(Protocol):
         waited for the previous step.
         """
         ...
+
+    def release(self) -> None:
+        """Free the memory of the model, which runs no more; no step may be in flight.
+
+        By default its arrays are freed with this object.
+        """

@@ -122,14 +122,28 @@ def test_a_folder_that_is_not_there_is_a_404(server: ServerProcess, root: Path) 
     assert post(server, "/v1/models/load", model=str(root / "none")).status_code == 404
 
 
-def test_models_that_generate_stay(server: ServerProcess, root: Path) -> None:
-    answer = post(server, "/v1/models/unload", model="mlx-parallm-demo")
-    assert answer.status_code == 400
+def chat(server: ServerProcess, model: str) -> httpx2.Response:
+    messages = [{"role": "user", "content": "Hello!"}]
+    body = {"model": model, "messages": messages, "max_tokens": 8, "temperature": 0}
+    return post(server, "/v1/chat/completions", **body)
+
+
+def test_models_that_generate_come_and_go(server: ServerProcess) -> None:
+    before = chat(server, "mlx-parallm-demo").json()["choices"]
+    for old, new in (("mlx-parallm-demo", "more"), ("more", "mlx-parallm-demo")):
+        assert post(server, "/v1/models/unload", model=old).is_success
+        assert chat(server, old).status_code == 404
+        assert post(server, "/v1/models/load", model="mlx-parallm-demo", name=new).is_success
+        assert chat(server, new).json()["choices"] == before
+
+
+def test_half_a_folder_is_not_loaded(server: ServerProcess, root: Path) -> None:
     (root / "decoder").mkdir(exist_ok=True)
     (root / "decoder" / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     answer = post(server, "/v1/models/load", model="decoder")
-    assert answer.status_code == 400
-    assert "generate" in answer.json()["error"]["message"]
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+    assert "decoder" in answer.json()["error"]["message"]
+    assert "decoder" not in served(server)
 
 
 def test_only_the_admin_key_opens(server: ServerProcess) -> None:

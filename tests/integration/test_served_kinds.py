@@ -14,7 +14,15 @@ import pytest
 
 from mlx_parallm.api.http.auth import Caller
 from mlx_parallm.api.http.scopes import engine_for
-from mlx_parallm.config import CacheConfig, EngineConfig, LoadingConfig, ModelConfig, ServerConfig
+from mlx_parallm.config import (
+    CacheConfig,
+    EngineConfig,
+    LoadingConfig,
+    MemoryBound,
+    MemoryConfig,
+    ModelConfig,
+    ServerConfig,
+)
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS, PREFIX
 from mlx_parallm.engine.build import build_models
 from mlx_parallm.engine.commands import Submit
@@ -168,12 +176,17 @@ def folder(case: Case, tmp_path: Path) -> Path:
     return DEMO_FOLDER if case.traits == GENERATION_TRAITS else DEMO_FOLDERS[PREFIX + "embed"]
 
 
+#: CONTEXT: tokens of a model that is loaded later.
+CONTEXT = 64
+
+
 def started(folder: Path, names: Sequence[str], max_bytes: int | None = None) -> EngineCore:
     models = tuple(ModelConfig(path=str(folder), served_names=(name,)) for name in names)
     config = EngineConfig(
         models=models,
         cache=CacheConfig(kv_cache_bytes=8 << 20),
-        loading=LoadingConfig(max_encoder_bytes=max_bytes),
+        memory=MemoryConfig(limit=None if max_bytes is None else MemoryBound(size=max_bytes)),
+        loading=LoadingConfig(min_use_s=0),
     )
     build = partial(build_models, SERVED)
     core = EngineCore(config, SERVED, LocalLife(config, lambda *_: None, build))
@@ -285,18 +298,8 @@ async def test_metrics_and_memory_are_told(core: EngineCore, case: Case) -> None
     assert float(samples[sample]) == memory["a"].weights
 
 
-async def test_models_are_loaded_and_unloaded_or_that_is_refused(
-    core: EngineCore, case: Case, folder: Path
-) -> None:
+async def test_models_are_loaded_and_unloaded(core: EngineCore, case: Case, folder: Path) -> None:
     third = ModelLoad(model=str(folder), names=("c",))
-    if not case.traits.loads_later:
-        with pytest.raises(InvalidRequestError) as load:
-            await core.load_model(third)
-        with pytest.raises(InvalidRequestError) as unload:
-            await core.unload_model("a")
-        assert (load.value.param, unload.value.param) == ("model", "model")
-        assert [status.names for status in core.statuses()] == [("a",), ("b",)]
-        return
     assert (await core.load_model(third)).state is ModelState.LOADED
     assert await answer(core, case, "x", "c") == await answer(core, case, "y", "a")
     await core.unload_model("a")
@@ -311,13 +314,15 @@ async def test_what_does_not_fit_is_evicted_and_comes_back(case: Case, folder: P
     (alone,) = (await model.memory()).values()
     expected = await answer(model, case, "x", "a")
     model.stop()
-    core = started(folder, "ab", max_bytes=int(1.5 * alone.weights))
+    core = started(folder, "a", max_bytes=int(1.5 * (alone.weights + alone.kv)))
+    roots = ModelLoad(model=str(folder), names=("b",), max_model_len=CONTEXT)
+    await core.load_model(roots)
     for number in range(6):
         assert await answer(core, case, str(number), "ab"[number % 2]) == expected
     states = {status.names[0]: status.state for status in core.statuses()}
-    evicted = ModelState.EVICTED if case.traits.loads_later else ModelState.LOADED
-    assert states == {"a": evicted, "b": ModelState.LOADED}
-    assert ((await core.memory())["a"].weights > 0) is not case.traits.loads_later
+    assert states == {"a": ModelState.EVICTED, "b": ModelState.LOADED}
+    memory = await core.memory()
+    assert (memory["a"].weights, memory["b"].weights) == (0, alone.weights)
     core.stop()
 
 

@@ -7,9 +7,9 @@ from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.engine.kind import BuildContext, ModelFolder
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation.build import GenerationBuilder
-from mlx_parallm.generation.kind import read_tokenizers
 from mlx_parallm.generation.kv_cache.budget import KVShare
 from mlx_parallm.generation.pending import READ_SHARE, PendingGenerationModel
+from mlx_parallm.generation.tokenizers import read_tokenizers
 from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.worker.worker import Worker
 

@@ -50,6 +50,7 @@ STATUS: Mapping[type[errors.ParallmError], Status] = {
     errors.OverloadedError: Status(429, "rate_limit_exceeded"),
     errors.ShuttingDownError: Status(503, "shutting_down"),
     errors.ModelLoadingError: Status(503, "model_loading"),
+    errors.NoRoomError: Status(503, "no_room"),
     errors.PausedError: Status(503, "paused"),
     errors.EngineDeadError: Status(503, "engine_dead"),
     errors.RequestLostError: Status(503, "request_lost"),
@@ -132,7 +133,7 @@ def response_of(error: errors.ParallmError, scope: Scope) -> JSONResponse:
     """Return the HTTP answer to one of this project's errors."""
     failure = failure_of(error)
     headers: dict[str, str] = {}
-    if isinstance(error, errors.OverloadedError):
+    if isinstance(error, errors.OverloadedError | errors.NoRoomError):
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
     if failure.http in (500, 501):
         # A repetition would fail as well.

@@ -15,12 +15,14 @@ from mlx_parallm.engine.engine_commands import (
     WakeModels,
 )
 from mlx_parallm.engine.live_weights import WeightsHistory
+from mlx_parallm.engine.loader import UnloadModel
 from mlx_parallm.types.request import SLEEP_TAGS
 
 
 def catch_up(journal: StateJournal) -> Sequence[EngineCommand[Any]]:
     """Return what brings an engine that has just loaded to the state of the journal, in order."""
-    commands = [command for load in journal.models.values() for command in load]
+    commands: list[EngineCommand[Any]] = [UnloadModel(name) for name in sorted(journal.unloaded)]
+    commands += [command for load in journal.models.values() for command in load]
     for model, history in journal.weights.items():
         commands += _updates(model, history)
     commands += journal.adapters.values()

@@ -1,4 +1,4 @@
-"""Pooling models in memory: waiting requests share a load; the least recently used is evicted."""
+"""Models in memory: waiting requests share a load; the least recently used is evicted."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from typing import Any, cast
 
 import pytest
 
-from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.config import EngineConfig, LoadingConfig, ModelConfig
 from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.directory import ModelDirectory
-from mlx_parallm.engine.kind import MemoryLimit
-from mlx_parallm.engine.loader import MakeRoom, ModelLoader
+from mlx_parallm.engine.kind import MemoryLimit, MemoryWish
+from mlx_parallm.engine.ledger import WEIGHTS, Ledger
+from mlx_parallm.engine.loader import ModelLoader, Promise
+from mlx_parallm.engine.model_entry import ModelEntry
 from mlx_parallm.engine.policies import NamedAdapter
-from mlx_parallm.engine.residency import ModelEntry, Residency
+from mlx_parallm.engine.residency import Residency
 from mlx_parallm.engine.status import ModelState
 from mlx_parallm.pooling.model import POOLING_TRAITS, PoolingModel
 from mlx_parallm.types.errors import ModelLoadError, ModelNotFoundError
 from mlx_parallm.types.pooling import PoolingInfo
 from tests.fakes import ByteTokenizer
+from tests.virtual_time import in_virtual_time
 
 SIZES = {"a": 10, "b": 20, "c": 30, "d": 100}
 
@@ -44,12 +47,12 @@ class ScriptedLoader(ModelLoader):
         self,
         config: ModelConfig,
         names: tuple[str, ...],
-        make_room: MakeRoom,
+        promise: Promise,
         on_progress: Callable[[float], None],
     ) -> PoolingModel:
         name = names[0]
         self.events.append(f"load {name}")
-        await make_room(SIZES[name], POOLING_TRAITS)
+        await promise(WEIGHTS, MemoryWish.exactly(SIZES[name]), POOLING_TRAITS)
         on_progress(0.5)
         self.begun.set()
         await self.gate.wait()
@@ -83,7 +86,12 @@ class ScriptedLoader(ModelLoader):
 
 def residency_of(loader: ScriptedLoader, max_bytes: int | None) -> Residency:
     limit = max_bytes and MemoryLimit(max_bytes, "Pooling models", "--pooling-memory-bytes")
-    return Residency(loader, {POOLING_TRAITS.name: limit} if limit else {})
+    ledger = Ledger({POOLING_TRAITS.name: limit} if limit else {})
+    return Residency(loader, ledger, LoadingConfig(), read_limit=no_limit)
+
+
+async def no_limit() -> None:
+    return None
 
 
 def make(
@@ -106,11 +114,11 @@ async def use(residency: Residency, entry: ModelEntry) -> None:
 
 
 async def settle() -> None:
-    """Let every task run as far as it can."""
-    for _ in range(20):
-        await asyncio.sleep(0)
+    """Let every task run as far as it can, beyond the time that a new model stays at least."""
+    await asyncio.sleep(2)
 
 
+@in_virtual_time
 async def test_all_who_wait_share_one_load_and_see_its_progress() -> None:
     residency, loader, (a, *_) = make()
     assert a.status().state is ModelState.EVICTED
@@ -124,6 +132,7 @@ async def test_all_who_wait_share_one_load_and_see_its_progress() -> None:
     assert loader.events == ["load a"]
 
 
+@in_virtual_time
 async def test_a_failed_load_tells_all_who_wait_and_the_next_request_tries_again() -> None:
     residency, loader, (a, *_) = make()
     loader.gate.clear()
@@ -139,6 +148,7 @@ async def test_a_failed_load_tells_all_who_wait_and_the_next_request_tries_again
     assert loader.events == ["load a", "load a"]
 
 
+@in_virtual_time
 async def test_who_goes_away_does_not_end_the_load_of_others() -> None:
     residency, loader, (a, *_) = make()
     loader.gate.clear()
@@ -151,6 +161,7 @@ async def test_who_goes_away_does_not_end_the_load_of_others() -> None:
     assert loader.events == ["load a"]
 
 
+@in_virtual_time
 async def test_the_least_recently_used_make_way() -> None:
     residency, loader, (a, b, c) = make(max_bytes=50)
     for entry in (a, b, a):
@@ -158,13 +169,14 @@ async def test_the_least_recently_used_make_way() -> None:
     await use(residency, c)
     assert loader.in_memory == {"a", "c"}
     await use(residency, b)
-    # c was used last before b; a and c both have to go for 20 of 50.
+    # a was used before c, and 10 of its bytes suffice for 20 of 50.
     assert loader.events[-2:] == ["load b", "drop a"]
     assert loader.peak <= 50
     assert a.status().state is ModelState.EVICTED
     assert a.model is not None
 
 
+@in_virtual_time
 async def test_an_encoder_that_runs_is_evicted_only_when_its_requests_have_ended() -> None:
     residency, loader, (a, _, c) = make(max_bytes=30)
     await residency.begin(a)
@@ -183,12 +195,13 @@ async def test_an_encoder_that_runs_is_evicted_only_when_its_requests_have_ended
     assert loader.peak <= 30
 
 
+@in_virtual_time
 async def test_pinned_ones_stay_and_what_cannot_fit_says_so() -> None:
     residency, loader, (a, b, d) = make(max_bytes=50, names="abd")
     a.is_pinned = True
     await use(residency, a)
     await use(residency, b)
-    with pytest.raises(ModelLoadError, match=r"d takes 100 bytes.*10 of them are pinned"):
+    with pytest.raises(ModelLoadError, match=r"d takes 100 bytes.*stay in memory: a \("):
         await use(residency, d)
     assert loader.in_memory == {"a", "b"}
     b.is_pinned = True
@@ -196,10 +209,11 @@ async def test_pinned_ones_stay_and_what_cannot_fit_says_so() -> None:
     residency_full, _, (c, d) = make(max_bytes=30, names="cd")
     c.is_pinned = True
     await use(residency_full, c)
-    with pytest.raises(ModelLoadError, match="30 of them are pinned"):
+    with pytest.raises(ModelLoadError, match=r"stay in memory: c \("):
         await use(residency_full, d)
 
 
+@in_virtual_time
 async def test_unloading_lets_requests_end_and_admits_no_more() -> None:
     residency, loader, (a, *_) = make()
     await residency.begin(a)
@@ -216,6 +230,7 @@ async def test_unloading_lets_requests_end_and_admits_no_more() -> None:
     assert loader.in_memory == set()
 
 
+@in_virtual_time
 async def test_unloading_during_a_load() -> None:
     residency, loader, (a, b, _) = make()
     loader.gate.clear()
@@ -234,6 +249,7 @@ async def test_unloading_during_a_load() -> None:
     assert residency.entries() == [residency.by_name["c"]]
 
 
+@in_virtual_time
 async def test_requests_that_come_in_turn_all_run_though_only_one_encoder_fits() -> None:
     residency, loader, entries = make(max_bytes=30)
     requests = [use(residency, entries[place % 3]) for place in range(30)]
@@ -243,6 +259,7 @@ async def test_requests_that_come_in_turn_all_run_though_only_one_encoder_fits()
     assert all(entry.num_open == 0 and not entry.waiting for entry in entries)
 
 
+@in_virtual_time
 async def test_who_goes_away_just_when_it_is_let_in_holds_nothing() -> None:
     residency, loader, (a, *_) = make()
     loader.gate.clear()
@@ -264,6 +281,7 @@ class AdapterLoads:
     def __init__(self) -> None:
         self.encoders: EngineCore | None = None
         self.names = self
+        self.sleep_level = 0
         self.begun, self.gate = asyncio.Event(), asyncio.Event()
 
     def named(self, name: str) -> NamedAdapter | None:
@@ -278,6 +296,7 @@ class AdapterLoads:
             pass
 
 
+@in_virtual_time
 async def test_a_model_is_evicted_while_an_adapter_of_it_comes() -> None:
     control = AdapterLoads()
     no_life = SimpleNamespace(put=None)
@@ -292,8 +311,7 @@ async def test_a_model_is_evicted_while_an_adapter_of_it_comes() -> None:
     waits = asyncio.ensure_future(encoders.wait("x"))
     await control.begun.wait()
     other = asyncio.ensure_future(residency.begin(entries["b"]))
-    for _ in range(9):
-        await asyncio.sleep(0)
+    await settle()
     control.gate.set()
     await other
     residency.end(entries["b"])

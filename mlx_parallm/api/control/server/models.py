@@ -1,4 +1,4 @@
-"""``/v1/models`` in the forms of OpenAI, vLLM and Anthropic; pooling models come and go."""
+"""``/v1/models`` in the forms of OpenAI, vLLM and Anthropic; models come and go."""
 
 from __future__ import annotations
 
@@ -53,9 +53,8 @@ def model_card(name: str, status: ModelStatus, memory: Mapping[str, ModelMemory]
         "status": status.state,
         "progress": round(status.progress, 3),
         "memory": parts and {f"{part}_bytes": size for part, size in asdict(parts).items()},
+        "pinned": status.is_pinned,
     }
-    if model is None or model.traits.loads_later:
-        card["pinned"] = status.is_pinned
     if model is not None:
         card |= model.card()
     return card
@@ -101,7 +100,7 @@ def _listed(value: object) -> object:
 
 
 class LoadModel(OpenForm):
-    """A pooling model to load, or a served one to bring into memory."""
+    """A model to load, or a served one to bring into memory."""
 
     model: FolderPath = Field(
         validation_alias=AliasChoices("model", "model_path"),
@@ -126,7 +125,7 @@ class LoadModel(OpenForm):
 
 
 class UnloadModel(OpenForm):
-    """A pooling model to unload."""
+    """A model to unload."""
 
     model: Name = Field(
         validation_alias=AliasChoices("model", "instance_id"), description="One of its names."
@@ -186,7 +185,7 @@ def _status(engine: EngineClient, name: str) -> ModelStatus:
 
 @routes.post("/v1/models/load", access=Access.ADMIN)
 async def load_model(body: LoadModel, engine: EngineDep) -> dict[str, Any]:
-    """Load a pooling model; the answer comes once it is loaded."""
+    """Load a model; the answer comes once it is loaded."""
     alike = body.model_dump(include={"model", "task", "dtype", "revision", "max_model_len"})
     wanted = ModelLoad(names=tuple(body.name), is_pinned=body.pin, **alike)
     status = await engine.load_model(wanted)
@@ -195,6 +194,6 @@ async def load_model(body: LoadModel, engine: EngineDep) -> dict[str, Any]:
 
 @routes.post("/v1/models/unload", access=Access.ADMIN)
 async def unload_model(body: UnloadModel, engine: EngineDep) -> dict[str, Any]:
-    """Unload a pooling model, and free its memory once its requests have ended."""
+    """Unload a model, and free its memory once its requests have ended."""
     status = await engine.unload_model(body.model)
     return {"id": status.names[0], "object": "model", "unloaded": True}

@@ -325,7 +325,12 @@ class GeneratorModel(WorkerModel):
 
     @override
     def release(self) -> None:
-        """Arrays are freed with this object."""
+        """Free the arrays now: this object is in cycles, which are collected later or never."""
+        self._forget_sessions()
+        if self._allocated is not None:
+            self._allocated.clear_inputs()
+            self._allocated.live.sleep(2)
+        self._weights = None
 
     def take_weights(self) -> _Weights:
         """Return the weights, for the target model of which this model becomes the draft model."""
@@ -383,7 +388,7 @@ class GeneratorModel(WorkerModel):
             faults=self._device.faults,
         )
         if host_bytes := weights.spec.settings.cache.kv_host_bytes:
-            runner.reserve_host_memory(host_bytes // len(weights.spec.settings.models))
+            runner.reserve_host_memory(host_bytes // max(1, len(weights.spec.settings.models)))
         self._allocated = runner
         return replace(
             weights.plan,

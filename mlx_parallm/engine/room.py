@@ -1,0 +1,172 @@
+"""Makes room in the ledger for a model that is loaded: others give back memory, or are evicted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from mlx_parallm.config import LoadingConfig
+from mlx_parallm.engine.kind import MemoryWish
+from mlx_parallm.engine.ledger import KV, Claim, Ledger
+from mlx_parallm.engine.model_entry import ModelEntry
+from mlx_parallm.engine.models import KindTraits
+from mlx_parallm.types.errors import ModelLoadError, NoRoomError
+from mlx_parallm.units import readable_bytes
+
+logger = logging.getLogger(__name__)
+
+
+class RoomMaker:
+    """Promises memory to models. Only one load may ask at a time. It belongs to the event loop.
+
+    Idle models give back KV beyond one context first. Then models are evicted: idle ones, the least
+    recently used first, and if these do not suffice, those that were loaded the longest time ago
+    once their requests have ended; new requests of these wait meanwhile.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        entries: Callable[[], Sequence[ModelEntry]],
+        evict: Callable[[ModelEntry], Awaitable[None]],
+        shrink: Callable[[ModelEntry], Awaitable[None]],
+        is_needed: Callable[[str], bool],
+        config: LoadingConfig,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            ledger: has the claims.
+            entries: returns all models.
+            evict: frees the memory of an idle model, and its claims.
+            shrink: lets an idle model give back KV beyond one context.
+            is_needed: True if work that is no request needs the model of this first name.
+            config: has the times to wait.
+        """
+        self._ledger = ledger
+        self._entries = entries
+        self._evict = evict
+        self._shrink = shrink
+        self._is_needed = is_needed
+        self._config = config
+
+    async def promise(
+        self, entry: ModelEntry, what: str, wish: MemoryWish, traits: KindTraits
+    ) -> int:
+        """Promise memory for a part of a model; return its bytes.
+
+        Raises:
+            ModelLoadError: it would not fit if everything left that may; nothing is evicted.
+            NoRoomError: requests of the models that could be evicted have not ended in time.
+        """
+
+        def claim(num_bytes: int) -> Claim:
+            return Claim(model=entry.name, kind=traits.name, what=what, num_bytes=num_bytes)
+
+        leaving = [each for each in self._entries() if each is not entry and self._may_leave(each)]
+        least = self._attainable(claim(wish.least), leaving)
+        if least < wish.smallest:
+            raise ModelLoadError(self._why_never(claim(wish.smallest)))
+        await self._free(entry, claim(least), leaving)
+        room = self._ledger.room(claim(wish.wanted))
+        num_bytes = wish.wanted if room is None else min(wish.wanted, room)
+        self._ledger.promise(claim(num_bytes))
+        return num_bytes
+
+    def _attainable(self, claim: Claim, leaving: Sequence[ModelEntry]) -> int:
+        """Return the bytes of a claim that can be had once all models left that may."""
+        claims = [each for entry in leaving for each in self._ledger.claims(entry.name)]
+        missing = self._ledger.lack(claim).without(claims, claim)
+        return claim.num_bytes - max(missing.total, missing.of_kind)
+
+    def _may_leave(self, entry: ModelEntry) -> bool:
+        return entry.may_leave and not self._is_needed(entry.name)
+
+    async def _free(self, entry: ModelEntry, claim: Claim, leaving: Sequence[ModelEntry]) -> None:
+        if self._ledger.lack(claim).total and self._ledger.num_bytes(entry.name, KV) == 0:
+            for other in self._by_use(leaving):
+                if not self._ledger.lack(claim):
+                    return
+                if not other.num_open:
+                    await self._shrink(other)
+        idle = [each for each in self._by_use(leaving) if not each.num_open]
+        busy = sorted((each for each in leaving if each.num_open), key=lambda each: each.loaded_s)
+        victims = self._enough(claim, [*idle, *busy])
+        if victims:
+            logger.info(
+                "%s is loaded in place of %s", entry.name, ", ".join(v.name for v in victims)
+            )
+            await self._let_leave(entry, victims, claim)
+
+    @staticmethod
+    def _by_use(entries: Sequence[ModelEntry]) -> list[ModelEntry]:
+        return sorted(entries, key=lambda each: each.used)
+
+    def _enough(self, claim: Claim, candidates: Sequence[ModelEntry]) -> list[ModelEntry]:
+        """Return the first candidates that make room together; those that do not help stay."""
+        lack, victims = self._ledger.lack(claim), list[ModelEntry]()
+        for each in candidates:
+            without = lack.without(self._ledger.claims(each.name), claim)
+            if lack and without != lack:
+                victims.append(each)
+                lack = without
+        return victims
+
+    async def _let_leave(
+        self, entry: ModelEntry, victims: Sequence[ModelEntry], claim: Claim
+    ) -> None:
+        """Evict models once they are idle, or none of them if that takes too long."""
+        loop = asyncio.get_running_loop()
+        settled_s = max(victim.loaded_s for victim in victims) + self._config.min_use_s
+        if (wait_s := settled_s - loop.time()) > 0:
+            await asyncio.sleep(wait_s)
+        victims = [victim for victim in victims if victim.is_loaded]
+        for victim in victims:
+            # Requests that arrive from now on begin another load, which waits for its turn.
+            victim.is_loaded = False
+        try:
+            async with asyncio.timeout(self._config.wait_s):
+                for victim in victims:
+                    await victim.idle.wait()
+        except TimeoutError:
+            raise NoRoomError(self._why_not_now(entry, claim, victims)) from None
+        else:
+            for victim in victims:
+                await self._evict(victim)
+        finally:
+            for victim in victims:
+                # Those that have their memory still serve again.
+                victim.is_loaded = bool(self._ledger.claims(victim.name))
+
+    def _why_never(self, claim: Claim) -> str:
+        limit = self._ledger.limits.get(claim.kind)
+        total = self._ledger.limit
+        stays = ", ".join(
+            f"{each.name} ({readable_bytes(self._bytes_of(each))})"
+            for each in self._entries()
+            if each.is_loaded and not self._may_leave(each)
+        )
+        lack = self._ledger.lack(claim)
+        if lack.of_kind and limit is not None:
+            bound = f"{limit.owners} may take {limit.num_bytes} bytes together ({limit.flag})"
+        else:
+            bound = f"models may take {total} bytes (--memory)"
+        return f"{claim.model} takes {claim.num_bytes} bytes for its {claim.what}; {bound}" + (
+            f", and these stay in memory: {stays}." if stays else "."
+        )
+
+    def _why_not_now(self, entry: ModelEntry, claim: Claim, victims: Sequence[ModelEntry]) -> str:
+        held = ", ".join(
+            f"{each.name} has {each.num_open} requests and {readable_bytes(self._bytes_of(each))}"
+            for each in victims
+            if each.num_open
+        )
+        return (
+            f"There is no room for {entry.name}, which needs {readable_bytes(claim.num_bytes)} for "
+            f"its {claim.what}: {held}; they have not ended within {self._config.wait_s:g} s "
+            "(--model-wait-s)."
+        )
+
+    def _bytes_of(self, entry: ModelEntry) -> int:
+        return sum(claim.num_bytes for claim in self._ledger.claims(entry.name))
