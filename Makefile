@@ -184,10 +184,11 @@ bench: $(DEV_STAMP) ## Load a running server (ARGS="--base-url http://127.0.0.1:
 doctor: $(RUNTIME_STAMP) ## Backend, BLAS, versions and advice
 	@$(BIN)/python -m mlx_parallm doctor $(ARGS)
 
-docs: $(DEV_STAMP) ## Rewrite docs/configuration.md from the settings, docs/api-reference.md from the API, docs/python.md
+docs: $(DEV_STAMP) ## Rewrite docs/configuration.md from the settings, docs/api-reference.md from the API, docs/python.md, the Homebrew formula
 	PYTHONPATH=. $(BIN)/python scripts/write_configuration_docs.py
 	PYTHONPATH=. $(BIN)/python scripts/write_api_reference.py
 	PYTHONPATH=. $(BIN)/python scripts/write_python_docs.py
+	PYTHONPATH=. $(BIN)/python scripts/write_homebrew_formula.py
 
 check-pins: $(DEV_STAMP) ## Every pinned version exists for the Mac and for Linux
 	$(BIN)/python scripts/check_pins.py
