@@ -43,7 +43,7 @@ class ModelConfig:
     """One model to serve.
 
     Attributes:
-        path: hub id or folder; None is the embedded demonstration model.
+        path: hub id, folder or GGUF file; None is the embedded demonstration model.
         served_names: names that clients may use; answers carry the first. Empty: the path.
         revision: hub revision.
         dtype: "auto", "float32", "float16" or "bfloat16". Auto keeps the checkpoint's dtype on a

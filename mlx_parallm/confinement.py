@@ -14,6 +14,8 @@ from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
 # _HUB_ID is an owner and a name; a few models have no owner.
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?\w[\w.-]*", re.ASCII)
 MAX_NAME = 256
+# GGUF: how names of the only files end that are models.
+GGUF = ".gguf"
 # DOTS: parts of a path that clients and proxies resolve: /v1/adapters/.. would be another route.
 DOTS = frozenset({".", ".."})
 
@@ -24,16 +26,18 @@ def is_hub_id(name: str, *, with_owner: bool = True) -> bool:
 
 
 def check_folder(path: str) -> Path | None:
-    """Return the folder that a path names; None if it can only be a hub id.
+    """Return the folder or GGUF file that a path names; None if it can only be a hub id.
 
     Raises:
-        ModelLoadError: it is a file, or written as a folder, and there is none.
+        ModelLoadError: it is another file, or written as a path, and there is nothing.
     """
     folder = Path(path).expanduser()
-    if folder.is_dir():
+    if folder.is_dir() or (folder.suffix == GGUF and folder.is_file()):
         return folder
     if folder.exists():
-        raise ModelLoadError(f"{path} is a file; a model is a folder with config.json and weights.")
+        raise ModelLoadError(
+            f"{path} is a file; a model is a folder with config.json and weights, or a GGUF file."
+        )
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ModelLoadError(f"There is no folder {path}.")
     return None

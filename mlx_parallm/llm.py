@@ -94,7 +94,7 @@ class LLM:
         """Load the model.
 
         Args:
-            model: a folder or a hub id; None: the embedded demonstration model.
+            model: a folder, a GGUF file or a hub id; None: the embedded demonstration model.
             dtype: of the weights: "auto", "float32", "float16" or "bfloat16".
             max_model_len: most tokens of a prompt and its completion; None: the model's context.
             max_source_len: most tokens of a source of an encoder-decoder; None: its positions.

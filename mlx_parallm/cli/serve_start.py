@@ -25,6 +25,7 @@ from mlx_parallm.cli.ranks import LAUNCHER, is_open_pipe, with_ranks
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.confinement import check_folder
 from mlx_parallm.generation.kv_cache.disk.folder import check_kv_folder
+from mlx_parallm.models.gguf.files import check_model
 
 SERVER = "mlx_parallm.cli.serve"
 
@@ -55,19 +56,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_folders(config: EngineConfig) -> None:
-    """Check the folders of models, and create that of ``--kv-disk``.
+    """Check the folders and files of models, and create the folder of ``--kv-disk``.
 
     Raises:
-        ModelLoadError: a model is to come from a folder that is not there.
+        ModelLoadError: a model is to come from a folder that is not there, or from a damaged file.
         ConfigError: KV cannot be kept in the folder of ``--kv-disk``.
     """
     if config.cache.kv_disk is not None:
         check_kv_folder(config.cache.kv_disk)
-    for model in config.models:
-        if model.path is not None:
-            check_folder(model.path)
-    if config.speculative is not None and config.speculative.model is not None:
-        check_folder(config.speculative.model)
+    paths = [model.path for model in config.models]
+    if config.speculative is not None:
+        paths.append(config.speculative.model)
+    for path in filter(None, paths):
+        folder = check_folder(path)
+        if folder is not None and folder.is_file():
+            check_model(folder)
 
 
 def default_data_dir(environment: Mapping[str, str], platform: str) -> str:

@@ -150,8 +150,8 @@ STORED_RESPONSES = DEFAULTS["server"].max_stored_responses
 SETTINGS: tuple[Setting, ...] = (
     _setting(
         "model", "model.paths", values.listed, MODELS,
-        "hub id or folder of a model; several may be given. Without one, the server uses the "
-        "small demonstration model of the package.",
+        "hub id, folder or GGUF file of a model; several may be given. Without one, the server "
+        "uses the small demonstration model of the package.",
         metavar="ID_OR_FOLDER",
     ),
     _setting(

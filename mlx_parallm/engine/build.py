@@ -231,10 +231,12 @@ def with_short_names(models: Sequence[ModelConfig]) -> tuple[ModelConfig, ...]:
 
 
 def _short_name(model: ModelConfig) -> str:
-    """Return the name of a model's folder; "" if it is in none, or was given names."""
+    """Return the name of a model's folder or file; "" if it has neither, or was given names."""
     if model.path is None or model.served_names:
         return ""
     folder = Path(model.path).expanduser()
+    if folder.is_file():
+        return folder.stem
     return folder.resolve().name if folder.is_dir() else ""
 
 

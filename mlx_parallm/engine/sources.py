@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mlx_parallm.config import LoadingConfig
 from mlx_parallm.confinement import MAX_NAME, Confinement, is_hub_id
 from mlx_parallm.demo_models.folders import DEMO_FOLDERS
+from mlx_parallm.models.gguf.header import is_gguf
 from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
 
 #: ``MODEL``: the field of requests that names a model.
@@ -35,7 +36,7 @@ class ModelSources:
             return source
         allowed = self._confinement.folders(source, param=MODEL)
         for folder in allowed:
-            if folder.is_dir():
+            if folder.is_dir() or is_gguf(folder):
                 return str(folder)
         if self._confinement.allows_repo(source, with_owner=False):
             return source

@@ -23,6 +23,7 @@ from huggingface_hub.utils import tqdm
 
 from mlx_parallm.confinement import check_folder
 from mlx_parallm.models.checkpoints.weight_files import missing_files
+from mlx_parallm.models.gguf.folder import gguf_folder
 from mlx_parallm.types.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -47,13 +48,13 @@ def resolve_model(
     *,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Return the folder of a model, downloaded first if it is a hub id.
+    """Return the folder of a model: downloaded first if it is a hub id, written if it is a file.
 
     Without a network, and with HF_HUB_OFFLINE=1, a complete snapshot in the cache serves.
 
     Args:
-        path: a folder, or a hub id such as ``org/name``.
-        revision: branch, tag or commit on the hub; ignored for folders.
+        path: a folder, a GGUF file, or a hub id such as ``org/name``.
+        revision: branch, tag or commit on the hub; ignored for folders and files.
         on_progress: called with a text and the share of bytes that is there, from 0 to 1, from
             the threads that download.
         trust_remote_code: also fetch Python files.
@@ -63,7 +64,7 @@ def resolve_model(
     """
     folder = check_folder(path)
     if folder is not None:
-        return folder
+        return folder if folder.is_dir() else gguf_folder(folder, on_progress)
     patterns = (*PATTERNS, *(CODE_PATTERNS if trust_remote_code else ()))
     folder = _download(path, revision, on_progress, patterns)
     if missing := missing_files(folder):

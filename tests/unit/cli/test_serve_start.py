@@ -54,6 +54,15 @@ def test_a_wrong_start_is_refused_before_imports(flags: list[str], status: int, 
     assert "Traceback" not in words_shown
 
 
+def test_a_damaged_gguf_file_is_refused_before_imports(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + (10**9).to_bytes(8, "little"))
+    code, imported, words_shown = started(str(path))
+    assert (code, imported) == (1, [])
+    assert "cannot be read as GGUF" in words_shown
+    assert "Traceback" not in words_shown
+
+
 def test_a_port_in_use_is_told_before_imports() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         code, imported, words_shown = started("--port", str(other.getsockname()[1]))
