@@ -94,6 +94,12 @@ def report(line: str) -> None:
         print(line, file=sys.stderr)
 
 
+def show(text: str) -> None:
+    """Print a text for people on stderr, unless log lines are JSON or only warnings are wanted."""
+    if not is_json() and logging.getLogger().isEnabledFor(logging.INFO):
+        print(text, end="", file=sys.stderr, flush=True)
+
+
 def take_over_handlers() -> None:
     """Remove the handlers of all other loggers, so that the root's handler gets every record.
 

@@ -28,9 +28,10 @@ from mlx_parallm.cli.api_servers.connections import (
     uvicorn_config,
 )
 from mlx_parallm.cli.api_servers.processes import HttpProcesses, SettledMiddleware
+from mlx_parallm.cli.banner import banner
 from mlx_parallm.cli.child_modules import SWITCH_INTERVAL_S
 from mlx_parallm.cli.engines import open_engine, with_engine_count
-from mlx_parallm.cli.logs import take_over_handlers
+from mlx_parallm.cli.logs import show, take_over_handlers
 from mlx_parallm.cli.ranks import wait_for_launcher
 from mlx_parallm.cli.watchdog import LONG_STEP_S, end_at_once, watching
 from mlx_parallm.config import EngineConfig, ServerConfig
@@ -121,6 +122,7 @@ def serve(
                 f"http://{f'[{host}]' if ':' in host else host}:{port}" for host, port in addresses
             ),
         )
+        show(banner(engine.statuses(), addresses, needs_key=bool(server_config.api_keys)))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(server.run(listeners))
 

@@ -56,6 +56,17 @@ def test_every_line_is_json(served: Served) -> None:
     assert not [line for line in complaints if not line["logger"].startswith("mlx_parallm")]
 
 
+def test_people_see_a_banner() -> None:
+    server = ServerProcess("demo:embed", "--api-key", "k")
+    server.wait_until_ready()
+    log = server.log
+    server.stop()
+    assert f"page   {server.url}/\n" in log
+    assert "models demo:embed  loaded, 1." in log
+    (command,) = [line for line in log.splitlines() if line.startswith("  try")]
+    assert f"curl {server.url}/v1/embeddings -H" in command
+
+
 def test_rerank_prefers_an_embedder_to_the_embedded_reward_model(served: Served) -> None:
     assert served.reranked["model"] == "demo:embed"
 
