@@ -1,4 +1,4 @@
-"""``mlx_parallm models convert``: mlx_lm's conversion, in a process of its own."""
+"""``mlx_parallm models convert``: mlx_lm's conversion, or that of GGUF, in its own process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.cli.models.subcommands import Subcommands, add_subcommand
+from mlx_parallm.models.gguf.header import SUFFIX
 from mlx_parallm.peers.child_process import ChildProcess
 from mlx_parallm.types.errors import ConfigError
 
@@ -29,6 +30,10 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "help": "dtype of what is not quantised",
     },
 }
+# GGUF: the module that converts GGUF files.
+GGUF = "mlx_parallm.cli.models.gguf_convert"
+#: ``GGUF_BITS``: bits that tensors of GGUF files may be quantised to.
+GGUF_BITS = (2, 3, 4, 5, 6, 8)
 #: ``SWITCHES``: its options without a value.
 SWITCHES: Mapping[str, tuple[str, ...]] = {
     "quantise the weights": ("-q", "--quantize"),
@@ -42,7 +47,7 @@ def add_subcommands(kinds: Subcommands) -> None:
     parser = add_subcommand(
         kinds, "convert", "write a model in MLX's form, quantised or not (mlx_lm.convert)", convert
     )
-    parser.add_argument("model", metavar="ID_OR_FOLDER", help="a hub id or a folder")
+    parser.add_argument("model", metavar="ID_OR_FOLDER", help="a hub id, a folder or a GGUF file")
     for name, options in OPTIONS.items():
         parser.add_argument(name, **options)
     for text, names in SWITCHES.items():
@@ -50,11 +55,31 @@ def add_subcommands(kinds: Subcommands) -> None:
 
 
 def convert(args: argparse.Namespace) -> int:
-    """Convert a model; return the exit status of mlx_lm's conversion."""
+    """Convert a model; return the exit status of the conversion."""
     if Path(args.mlx_path).exists():
         raise ConfigError(f"--mlx-path: {args.mlx_path} exists already.")
-    with ChildProcess(["mlx_lm", "convert", *conversion_arguments(args)]) as process:
+    is_file = Path(args.model).suffix == SUFFIX
+    command = gguf_command(args) if is_file else ["mlx_lm", "convert", *conversion_arguments(args)]
+    with ChildProcess(command) as process:
         return process.wait()
+
+
+def gguf_command(args: argparse.Namespace) -> list[str]:
+    """Return the module that converts a GGUF file, and its arguments.
+
+    Raises:
+        ConfigError: flags that are only for folders.
+    """
+    unused = [name for name in OPTIONS if name not in ("--mlx-path", "--q-bits")]
+    unused += [names[-1] for names in SWITCHES.values()]
+    if wrong := [name for name in unused if getattr(args, _attribute(name))]:
+        raise ConfigError(f"{', '.join(wrong)}: a GGUF file takes --mlx-path and --q-bits alone.")
+    if args.q_bits not in (None, *GGUF_BITS):
+        raise ConfigError(
+            f"--q-bits: {args.q_bits} is not one of {', '.join(map(str, GGUF_BITS))}."
+        )
+    bits = [] if args.q_bits is None else ["--q-bits", str(args.q_bits)]
+    return [GGUF, args.model, "--mlx-path", args.mlx_path, *bits]
 
 
 def conversion_arguments(args: argparse.Namespace) -> list[str]:
