@@ -79,6 +79,17 @@ def test_the_name_is_that_of_the_file(client: httpx2.Client) -> None:
     assert answer(client, model="chat")["choices"]
 
 
+def test_a_file_is_loaded_while_the_server_runs(client: httpx2.Client, root: Path) -> None:
+    other = root / "other.gguf"
+    other.write_bytes((root / "chat.gguf").read_bytes())
+    reply = client.post("/v1/models/load", json={"model": str(other), "name": ["again"]})
+    assert reply.status_code == 200, reply.text
+    expected = answer(client, model="chat")["choices"]
+    assert answer(client, model="again")["choices"] == expected
+    assert client.post("/v1/models/unload", json={"model": "again"}).status_code == 200
+    assert answer(client, model="chat")["choices"] == expected
+
+
 def test_a_bad_file_is_refused_by_the_route(client: httpx2.Client, root: Path) -> None:
     (root / "short.gguf").write_bytes((root / "chat.gguf").read_bytes()[:100_000])
     count = (10**9).to_bytes(8, "little")

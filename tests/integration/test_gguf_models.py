@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from pathlib import Path
@@ -12,10 +13,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mlx_parallm.config import ModelConfig
+from mlx_parallm.models.gguf.files import read_model
 from mlx_parallm.models.gguf.folder import gguf_folder
 from mlx_parallm.models.gguf.rope import llama3_factors
+from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.worker.weights.hub import log_download, resolve_model
 from mlx_parallm.worker.weights.loader import load_model
@@ -380,3 +385,48 @@ def test_infinite_scales_are_refused_when_weights_are_read(tmp_path: Path) -> No
     path.write_bytes(data[:-34] + struct.pack("<e", 60000.0) + data[-32:])
     with pytest.raises(ModelLoadError):
         logits(folder_of(path))
+
+
+@pytest.fixture(scope="module")
+def packed_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("packed")
+    return write_gguf(folder / "model.gguf", random_model("gemma3_text"), Kind.Q8_0).read_bytes()
+
+
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_a_changed_header_is_a_model_or_refused(
+    data: st.DataObject, packed_bytes: bytes, tmp_path: Path
+) -> None:
+    end = packed_bytes.rindex(b"blk.2.") + 100
+    changed = bytearray(packed_bytes)
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(24, end))
+        piece = data.draw(st.binary(max_size=9))
+        taken = data.draw(st.sampled_from([0, len(piece)]))
+        changed[place : place + taken] = piece
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bytes(changed))
+    with contextlib.suppress(ModelLoadError):
+        read_model(path)
+
+
+def test_one_part_of_one_is_a_whole_model(tmp_path: Path) -> None:
+    model = random_model("qwen3")
+    path = write_gguf(tmp_path / "model-00001-of-00001.gguf", model, Kind.F32)
+    np.testing.assert_array_equal(
+        logits(folder_of(path)), logits(write_folder(tmp_path / "folder", model))
+    )
+    for name in ("model-00000-of-00001.gguf", "model-00002-of-00001.gguf"):
+        with pytest.raises(ModelLoadError, match="does not exist"):
+            folder_of(path.rename(tmp_path / name))
+        (tmp_path / name).rename(path)
+
+
+def test_merges_that_are_none_are_refused_when_the_tokenizer_is_loaded(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", random_model("llama"), Kind.F16)
+    path.write_bytes(path.read_bytes().replace(b"t h", b"t  "))
+    with pytest.raises(ModelLoadError, match="tokenizer"):
+        load_tokenizer(folder_of(path))

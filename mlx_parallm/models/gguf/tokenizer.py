@@ -33,6 +33,12 @@ END_TOKENS = frozenset(
         *("<end_of_turn>", "<end_of_utterance>", "<EOT>", "[EOT]", "<｜end▁of▁sentence｜>"),
     }
 )
+# QWEN2_NAMES: ways to cut texts that models of Qwen2 may have. transformers cuts these models'
+# texts as Qwen does, whatever their tokenizer.json says.
+QWEN2_NAMES = ("qwen2", "deepseek-r1-qwen")
+# MAX_PIECE: longest token, in characters, that merges are looked for; the time for one
+# grows with the square of its length.
+MAX_PIECE = 256
 GEMMA = ("gemma2", "gemma3")
 
 
@@ -105,12 +111,12 @@ def _built(vocabulary: _Vocabulary) -> Json:
     model = fields.text(f"{PREFIX}model")
     if model == "gpt2":
         parts, begins = _byte_level(vocabulary), False
-    elif model == "llama":
+    elif model == "llama" and fields.architecture != "qwen2":
         parts, begins = _pieces(vocabulary), True
     else:
         raise ModelLoadError(
-            f"{fields.header.path}: tokenizers of the kind {model!r} are not read from GGUF; "
-            "gpt2 and llama are."
+            f"{fields.header.path}: tokenizers of the kind {model!r} are not read from GGUF files "
+            f"of {fields.architecture}."
         )
     return {
         "version": "1.0",
@@ -127,10 +133,11 @@ def _byte_level(vocabulary: _Vocabulary) -> Json:
     fields = vocabulary.fields
     key = f"{PREFIX}pre"
     name = fields.text(key, "qwen2" if fields.architecture.startswith("qwen") else None)
-    if name not in PRE_TOKENIZERS:
+    known = QWEN2_NAMES if fields.architecture == "qwen2" else [*PRE_TOKENIZERS]
+    if name not in known:
         raise ModelLoadError(
             f"{fields.header.path}: {key} is {name!r}, and how it cuts texts is not known; served "
-            f"are {', '.join(PRE_TOKENIZERS)}. A folder in the form of Hugging Face's models may "
+            f"are {', '.join(known)}. A folder in the form of Hugging Face's models may "
             "be served."
         )
     pre = PRE_TOKENIZERS[name]
@@ -198,7 +205,8 @@ def _merges(tokens: Sequence[str], ranks: Mapping[int, float]) -> list[list[str]
     merges: list[tuple[float, int, int, str, str]] = []
     for number, rank in ranks.items():
         token = tokens[number]
-        for cut in range(1, len(token)):
+        cuts = range(1, len(token)) if len(token) <= MAX_PIECE else range(0)
+        for cut in cuts:
             left, right = token[:cut], token[cut:]
             if left in numbers and right in numbers:
                 # Merges that make one token are in the order of the length of their left part.

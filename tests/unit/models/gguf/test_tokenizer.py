@@ -278,17 +278,51 @@ def test_pieces_of_gemma_are_those_of_sentencepiece(tmp_path: Path) -> None:
         assert own.decode(expected, skip_special_tokens=False) == library.Decode(expected)
 
 
+# Folders: transformers reads tokenizers by the type of the model.
+
+
+@pytest.mark.parametrize(
+    ("pre", "model_type"),
+    [(pre, each) for pre in REFERENCES for each in ("llama", "qwen3")] + [("qwen2", "qwen2")],
+)
+def test_a_byte_level_folder_encodes_so(tmp_path: Path, pre: str, model_type: str) -> None:
+    reference = trained(pre)
+    path = write_bytes(tmp_path / "t.gguf", reference, pre)
+    own = loaded(tmp_path / "folder", path, model_type)
+    for text in [*HARD_TEXTS, *CORPUS]:
+        assert list(own.encode(text)) == reference.encode(text).ids, text
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gemma3_text"])
+def test_a_folder_of_pieces_encodes_so(tmp_path: Path, model_type: str) -> None:
+    is_llama = model_type == "llama"
+    library = pieces(add_dummy_prefix=is_llama)
+    arch = model_type.removesuffix("_text")
+    path = write_pieces(tmp_path / "t.gguf", library, arch, add_add_space_prefix=is_llama)
+    own = loaded(tmp_path / "folder", path, model_type)
+    for text in [*NO_MARKERS, *CORPUS]:
+        assert list(own.encode(text)) == library.Encode(text), text
+
+
+def test_qwen2_has_no_other_tokenizer_than_its_own(tmp_path: Path) -> None:
+    add = {"add_tokenizer_pre": "llama-bpe"}
+    path = write_bytes(tmp_path / "t.gguf", trained("qwen2"), "qwen2", **add)
+    with pytest.raises(ModelLoadError, match="llama-bpe"):
+        files_of(path)
+    with pytest.raises(ModelLoadError, match="'llama'"):
+        files_of(write_pieces(tmp_path / "u.gguf", pieces(), "qwen2"))
+
+
 # What is said about texts beside the vocabulary.
 
 
-def loaded(folder: Path, path: Path) -> Any:
+def loaded(folder: Path, path: Path, model_type: str = "llama") -> Any:
     files = files_of(path)
     folder.mkdir()
     (folder / "tokenizer.json").write_text(json.dumps(files.tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps(files.config))
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "llama", "eos_token_id": files.end_ids})
-    )
+    config = {"model_type": model_type, "eos_token_id": files.end_ids}
+    (folder / "config.json").write_text(json.dumps(config))
     return load_tokenizer(folder)
 
 
@@ -390,6 +424,12 @@ def test_wrong_vocabularies_are_refused(tmp_path: Path, case: str) -> None:
     with pytest.raises(ModelLoadError) as error:
         files_of(write_file(tmp_path / "t.gguf", "llama", add), vocab_size=4)
     assert words in str(error.value)
+
+    """Merges of one token take time by the square of its length."""
+    """The time for merges that make a token grows with the square of its length."""
+    add = {**rows(["a", "aa", "a" * 2_000_000]), "add_token_scores": [0.0, -1.0, -2.0]}
+    tokenizer = files_of(write_file(tmp_path / "t.gguf", "llama", add)).tokenizer
+    assert tokenizer["model"]["merges"] == [["a", "a"]]
 
 
 def test_byte_tokens_of_other_names_are_only_text(tmp_path: Path) -> None:
