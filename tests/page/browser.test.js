@@ -241,6 +241,113 @@ pageTest("a comparison with tool results is there again after a look at the API"
   assert.equal(await result.isEditable(), false);
 });
 
+pageTest("chats are kept in the browser: listed, opened, renamed and deleted", async (page) => {
+  const dialog = page.getByRole("dialog", { name: "Chats" });
+  const list = () => page.getByRole("button", { name: "Chats" }).click();
+  const names = () => dialog.locator(".chat-name").allTextContents();
+  await setting(page, "Temperature").fill("0");
+  await list();
+  await dialog.getByText("No chat yet.").waitFor();
+  await dialog.getByRole("button", { name: "Close" }).click();
+  await say(page, "What is 47 + 38?");
+  const shown = await page.locator(".log").first().innerText();
+  await list();
+  assert.deepEqual(await names(), ["What is 47 + 38?"]);
+  await dialog.getByRole("button", { name: "New chat" }).click();
+  assert.equal(await page.locator(".turn").count(), 0);
+  await say(page, "What is 2 + 2?");
+  await page.reload();
+  await page.locator("option", { hasText: NAMES[0] }).first().waitFor({ state: "attached" });
+  await list();
+  assert.deepEqual(await names(), ["What is 2 + 2?", "What is 47 + 38?"]);
+  await dialog.getByRole("button", { name: "Rename What is 47 + 38?" }).click();
+  await page.keyboard.type("No");
+  await page.keyboard.press("Escape");
+  assert.equal(await dialog.isVisible(), true);
+  await dialog.getByRole("button", { name: "Rename What is 47 + 38?" }).click();
+  await page.keyboard.type("Sums");
+  await page.keyboard.press("Enter");
+  assert.deepEqual(await names(), ["What is 2 + 2?", "Sums"]);
+  await dialog.getByRole("button", { name: "Sums", exact: true }).click();
+  assert.equal(await page.locator(".log").first().innerText(), shown);
+  await say(page, "And 1 more?");
+  await list();
+  assert.deepEqual(await names(), ["Sums", "What is 2 + 2?"]);
+  await dialog.getByRole("button", { name: "Delete What is 2 + 2?" }).click();
+  assert.deepEqual(await names(), ["Sums"]);
+  await dialog.getByRole("button", { name: "Close" }).click();
+  assert.equal(await page.locator(".turn").count(), 4);
+  await page.getByRole("button", { name: "Clear" }).first().click();
+  await list();
+  await dialog.getByText("No chat yet.").waitFor();
+  assert.deepEqual(await page.evaluate(() => Object.keys(localStorage)), []);
+});
+
+pageTest("an answer that streams is kept as far as it came where another chat is opened", async (page) => {
+  await page.getByLabel("Message").fill("Count from 1 to 99");
+  await page.getByRole("button", { name: "Send" }).click();
+  await page.locator(".answer .content:not(:empty)").waitFor();
+  const dialog = page.getByRole("dialog", { name: "Chats" });
+  await page.getByRole("button", { name: "Chats" }).click();
+  await dialog.getByRole("button", { name: "New chat" }).click();
+  await say(page, "What is 2 + 2?");
+  await page.getByRole("button", { name: "Chats" }).click();
+  await dialog.getByRole("button", { name: "Count from 1 to 99", exact: true }).click();
+  await lastAnswer(page).getByText("Stopped.").waitFor();
+  assert.equal(await page.locator(".turn").count(), 2);
+});
+
+test("models are loaded, pinned and unloaded", { timeout: 90_000 }, async () => {
+  const own = await startServer("--model", "mlx-parallm-demo", "demo:embed");
+  try {
+    const { page, faults } = await openPage(browser, own.url);
+    await page.getByRole("link", { name: "Server", exact: true }).click();
+    const row = page.locator("#models tbody tr", { hasText: "demo:embed" });
+    const state = row.locator('td[data-name="State"]');
+    await state.getByText("loaded", { exact: true }).waitFor();
+    await row.getByRole("button", { name: "Pin" }).click();
+    await state.getByText("loaded, pinned").waitFor();
+    assert.equal(await row.getByRole("button", { name: "Pin" }).count(), 0);
+    page.once("dialog", (question) => question.dismiss());
+    await row.getByRole("button", { name: "Unload" }).click();
+    assert.equal(await row.count(), 1);
+    page.once("dialog", (question) => question.accept());
+    await row.getByRole("button", { name: "Unload" }).click();
+    await page.waitForFunction(() => !document.querySelector("#models").textContent.includes("demo:embed"));
+    assert.deepEqual(faults, []);
+    await page.context().close();
+  } finally {
+    await own.stop();
+  }
+});
+
+test("models that are elsewhere are loaded by a button, and refusals are shown", { timeout: 60_000 }, async () => {
+  const { page } = await openPage(browser, server.url);
+  const asked = [];
+  const card = { id: "other", root: "other", created: 0, max_model_len: null, tasks: null, pinned: false };
+  let model = { ...card, status: "available", progress: 0, size_bytes: 3 << 20 };
+  await page.route("**/v1/models", (route) => route.fulfill({ json: { object: "list", data: [model] } }));
+  await page.route("**/v1/models/load", (route) => {
+    asked.push(route.request().postDataJSON());
+    if (asked.length === 1) return route.fulfill({ status: 403, json: { error: { message: "needs the admin key" } } });
+    model = { ...model, status: "loading", progress: 0.25 };
+    return route.fulfill({ json: model });
+  });
+  await page.goto(`${server.url}#server`);
+  await page.reload();
+  const row = page.locator("#models tbody tr");
+  await row.getByText("3.0 MiB").waitFor();
+  await row.getByRole("button", { name: "Load other" }).click();
+  await page.getByRole("alert").getByText("needs the admin key").waitFor();
+  await row.getByRole("button", { name: "Load other" }).click();
+  await row.getByText("loading 25 %").waitFor();
+  assert.deepEqual(asked, [{ model: "other", pin: false }, { model: "other", pin: false }]);
+  assert.equal(await row.getByRole("button").count(), 0);
+  model = { ...model, status: "loaded", progress: 1, ttl: 300, expires_in_s: 240 };
+  await row.getByText("in 4 min").waitFor();
+  await page.context().close();
+});
+
 test("the chat offers only models that generate", { timeout: 60_000 }, async () => {
   const { page, faults } = await openPage(browser, server.url);
   const models = [["encoder", ["embed"]], ["talker", ["generate"]], ["unloaded", null]];

@@ -13,10 +13,11 @@ const { blocksOf } = await import(at("markdown.js"));
 const { niceMax, runsOf } = await import(at("chart.js"));
 const { isSpecial, levelOf, tokenText } = await import(at("logprobs.js"));
 const { amount, percent, seconds } = await import(at("format.js"));
-const { generates, sees, translates } = await import(at("models.js"));
+const { actionsOf, generates, leavesText, sees, stateOf, translates } = await import(at("models.js"));
 const { hitsOf, lossOf, pointOf, stepRate, stepsText, withCount } = await import(at("sessions.js"));
 const { Api } = await import(at("api.js"));
 const { keepChat, keptChat } = await import(at("kept.js"));
+const { deleteChat, listChats, putChat, renameChat } = await import(at("chats.js"));
 const { pretty } = await import(at("tools.js"));
 const { contentOf, isImage, partsOf } = await import(at("images.js"));
 
@@ -227,6 +228,90 @@ test("a chat too large to be kept loses its tokens first", () => {
   }
   keepChat(chat);
   assert.equal(keptChat(), null, "no storage");
+});
+
+const chatOf = (...contents) => ({
+  panes: [{ settings: {}, turns: contents.map((content) => ({ role: "user", content })) }],
+});
+
+/** Run with a local storage of some characters. */
+function withStorage(room, run) {
+  const values = new Map();
+  globalThis.localStorage = {
+    getItem: (name) => values.get(name) ?? null,
+    removeItem: (name) => values.delete(name),
+    setItem(name, value) {
+      if (value.length > room) throw new Error("quota");
+      values.set(name, value);
+    },
+  };
+  try {
+    run(values);
+  } finally {
+    delete globalThis.localStorage;
+  }
+}
+
+test("chats are listed, the latest first, renamed and deleted", () => {
+  withStorage(100_000, (values) => {
+    putChat("a", chatOf("  What  is\n2? "), 1);
+    putChat("b", chatOf([{ type: "image_url", image_url: { url: "data:," } }]), 2);
+    assert.deepEqual(listChats().map(({ id, name }) => [id, name]), [["b", "Images"], ["a", "What is 2?"]]);
+    renameChat("a", "  sums ");
+    renameChat("b", "   ");
+    const turns = [{ role: "user", content: "x" }, { content: "y", tokens: [1] }];
+    putChat("a", { panes: [{ settings: {}, turns }] }, 3);
+    const [first] = listChats();
+    assert.deepEqual([first.id, first.name, first.savedMs], ["a", "sums", 3]);
+    assert.deepEqual(first.chat.panes[0].turns[1].tokens, []);
+    deleteChat("a");
+    deleteChat("none");
+    assert.deepEqual(listChats().map(({ name }) => name), ["Images"]);
+    deleteChat("b");
+    assert.equal(values.size, 0);
+  });
+});
+
+test("the oldest chats go where there is no room", () => {
+  withStorage(2000, () => {
+    for (let i = 0; i < 300; i++) putChat(String(i), chatOf("x".repeat(100)), i);
+    const ids = listChats().map(({ id }) => id);
+    assert.ok(ids.length > 3 && ids.length < 20, `${ids.length}`);
+    assert.equal(ids[0], "299");
+    putChat("huge", chatOf("x".repeat(5000)), 1);
+    assert.deepEqual(listChats(), [], "one that alone has no room");
+  });
+  withStorage(Infinity, () => {
+    for (let i = 0; i < 102; i++) putChat(String(i), chatOf("x"), i);
+    assert.equal(listChats().length, 100);
+    putChat("large", chatOf("x".repeat(3_990_000)), 1);
+    assert.equal(listChats()[0].id, "large");
+    assert.ok(JSON.stringify(listChats()).length <= 4_000_000);
+  });
+});
+
+test("without storage there are no chats", () => {
+  putChat("a", chatOf("x"), 1);
+  assert.deepEqual(listChats(), []);
+  withStorage(100, (values) => {
+    values.set("mlx-parallm-chats", "not JSON");
+    assert.deepEqual(listChats(), []);
+  });
+});
+
+test("a model's state, time and buttons follow from where it is", () => {
+  const loading = { id: "m", status: "loading", progress: 0.425, pinned: true };
+  assert.deepEqual([stateOf(loading), actionsOf(loading)], ["loading 42 %, pinned", []]);
+  const away = { id: "m", status: "available", pinned: false, ttl: 60 };
+  assert.deepEqual([stateOf(away), leavesText(away), actionsOf(away)], ["available", "–", ["Load", "Pin"]]);
+  const here = { id: "m", status: "loaded", pinned: false };
+  assert.deepEqual([stateOf(here), leavesText(here), actionsOf(here)], ["loaded", "–", ["Unload", "Pin"]]);
+  assert.equal(leavesText({ ...here, ttl: 300, expires_in_s: 61.2 }), "in 62 s");
+  assert.equal(leavesText({ ...here, ttl: 600, expires_in_s: 400 }), "in 7 min");
+  assert.equal(leavesText({ ...here, ttl: 600, expires_in_s: null }), "10 min after its last request");
+  assert.equal(leavesText({ ...here, ttl: 600, pinned: true }), "–");
+  assert.deepEqual(actionsOf({ ...here, pinned: true }), ["Unload"]);
+  assert.deepEqual(actionsOf({ ...here, parent: "base" }), []);
 });
 
 test("numbers are written short", () => {

@@ -36,8 +36,17 @@ export class Api {
     }
   }
 
-  async models() {
-    return (await (await this.#fetch("v1/models")).json()).data;
+  async models({ isPolled = false } = {}) {
+    return (await (await this.#fetch("v1/models", { isPolled })).json()).data;
+  }
+
+  /** Bring a model into memory; it stays there if it is pinned. */
+  async load(model, pin) {
+    await this.#post("v1/models/load", { model, pin });
+  }
+
+  async unload(model) {
+    await this.#post("v1/models/unload", { model });
   }
 
   async version() {
@@ -81,12 +90,8 @@ export class Api {
   }
 
   async *#chunks(path, body, signal) {
-    const response = await this.#fetch(path, {
-      method: "POST",
-      headers: { "content-type": "application/json" },
-      body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
-      signal,
-    });
+    const streamed = { ...body, stream: true, stream_options: { include_usage: true } };
+    const response = await this.#post(path, streamed, signal);
     for await (const data of readEvents(response.body)) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
@@ -94,6 +99,11 @@ export class Api {
       yield chunk;
     }
     throw new ApiError("The stream ended too early.", 200);
+  }
+
+  #post(path, body, signal) {
+    const headers = { "content-type": "application/json" };
+    return this.#fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
   }
 
   async #fetch(path, { isPolled = false, ...options } = {}) {

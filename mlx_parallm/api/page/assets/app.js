@@ -6,7 +6,7 @@ import { part, setText } from "./dom.js";
 import { amount } from "./format.js";
 import { TokenCard } from "./logprobs.js";
 import { rate } from "./metrics.js";
-import { generates, offerModels, showEngines, showModels } from "./models.js";
+import { generates, ModelTable, offerModels, showEngines } from "./models.js";
 import { Playground } from "./playground.js";
 import { SessionTable } from "./sessions.js";
 import { showTiers } from "./tiers.js";
@@ -25,6 +25,7 @@ class App {
     this.playground = new Playground({
       root: document.getElementById("playground-view"),
       template: document.getElementById("pane"),
+      dialog: document.getElementById("chats-dialog"),
       api: this.api,
       card: new TokenCard(),
       announce: (text) => setText(this.live, text),
@@ -35,10 +36,14 @@ class App {
       modelSelect: document.getElementById("chart-model"),
       onReading: (now, before, error) => this.#onReading(now, before, error),
     });
-    this.sessions = new SessionTable({
+    const isSeen = () => !document.hidden && !document.getElementById("server-view").hidden;
+    this.sessions = new SessionTable({ api: this.api, section: document.getElementById("sessions"), isSeen });
+    this.table = new ModelTable({
       api: this.api,
-      section: document.getElementById("sessions"),
-      isSeen: () => !document.hidden && !document.getElementById("server-view").hidden,
+      section: document.getElementById("models-section"),
+      reading: () => this.reading,
+      isSeen,
+      onModels: (models) => this.#offer(models),
     });
   }
 
@@ -49,6 +54,7 @@ class App {
     this.#loadModels();
     this.dashboard.run();
     this.sessions.run();
+    this.table.run();
     this.playground.focus();
   }
 
@@ -127,8 +133,13 @@ class App {
       throw error;
     }
     this.sessions.askAgain();
-    this.playground.offer(this.models.filter(generates));
-    showModels(document.getElementById("models"), this.models, this.reading);
+    this.#offer(this.models);
+    this.table.show(this.models);
+  }
+
+  #offer(models) {
+    this.models = models;
+    this.playground.offer(models.filter(generates));
   }
 
   #onReading(now, before, error) {
@@ -150,7 +161,7 @@ class App {
     const isFirst = this.reading === null;
     this.reading = now;
     if (this.isDown) this.#loadModels();
-    else if (isFirst) showModels(document.getElementById("models"), this.models, now);
+    else if (isFirst) this.table.show(this.models);
     this.isDown = false;
   }
 }

@@ -1,4 +1,4 @@
-// The chat, kept for the time of its tab: it is there again when somebody comes back to the page.
+// The open chat, kept for the time of its tab: it is there again when somebody comes back to the page.
 
 const CHAT = "mlx-parallm-chat";
 
@@ -29,7 +29,8 @@ function store(chat) {
   }
 }
 
-function withoutTokens(chat) {
+/** A chat whose answers have no tokens. */
+export function withoutTokens(chat) {
   const panes = chat.panes.map((pane) => {
     const turns = pane.turns.map((turn) => (turn.tokens ? { ...turn, tokens: [] } : turn));
     return { ...pane, turns };

@@ -1,6 +1,8 @@
 // The chat panes and the field below them that speaks to all of them.
 
 import { el, part } from "./dom.js";
+import { ChatList } from "./chat_list.js";
+import { deleteChat, putChat } from "./chats.js";
 import { keepChat, keptChat } from "./kept.js";
 import { EXAMPLES } from "./examples.js";
 import { sees, translates } from "./models.js";
@@ -16,8 +18,11 @@ const LESS_IS_BETTER = { first: "firstS", total: "totalS" };
 const MORE_IS_BETTER = { speed: "tokensPerS" };
 
 export class Playground {
-  constructor({ root, template, api, card, announce }) {
+  constructor({ root, template, dialog, api, card, announce }) {
     this.root = root;
+    // The id under which the open chat is kept; null before its first answer.
+    this.chatId = null;
+    this.isSwitching = false;
     this.field = part(root, "prompt");
     this.sendButton = part(root, "send");
     this.stopButton = part(root, "stop");
@@ -28,10 +33,23 @@ export class Playground {
     this.seeing = new Set();
     const onProblem = (text) => (this.problem.textContent = text);
     this.images = new Images({ root, onProblem, onAdd: () => this.#chooseSeeing() });
-    const options = { template, api, card, announce, onChange: (error) => this.#onChange(error) };
+    const onChange = (error) => {
+      this.#onChange(error);
+      this.#remember();
+    };
+    const options = { template, api, card, announce, onChange };
     this.all = ["A", "B"].map((name) => new Pane({ ...options, name }));
     this.panes = this.all.slice(0, 1);
     part(root, "panes").append(...this.all.map((pane) => pane.root));
+    this.chats = new ChatList({
+      dialog,
+      onOpen: ({ id, chat }) => this.#open(id, chat),
+      onNew: () => this.#open(null, null),
+      onDelete: (id) => {
+        // An open chat stays in sight, and is kept anew with its next answer.
+        if (id === this.chatId) this.chatId = null;
+      },
+    });
     this.#wire();
     this.#compare(false);
     this.all[0].openSettings(matchMedia("(min-width: 60rem)").matches);
@@ -61,6 +79,7 @@ export class Playground {
         if (this.taken && this.field.value === this.taken) this.#write("", []);
       });
     }
+    part(this.root, "chats").addEventListener("click", () => this.chats.show());
     this.compareButton.addEventListener("click", () => this.#compare(this.panes.length === 1));
     const buttons = EXAMPLES.map((example) => {
       const onclick = () => this.#take(example);
@@ -86,21 +105,54 @@ export class Playground {
   #keep() {
     const { urls } = this.images;
     const isUsed = this.field.value !== "" || urls.length > 0 || this.all.some((pane) => !pane.isEmpty);
-    const chat = {
-      text: this.field.value,
-      images: urls,
-      isComparing: this.panes.length > 1,
-      panes: this.all.map((pane) => pane.kept()),
-    };
-    keepChat(isUsed ? chat : null);
+    keepChat(isUsed ? { ...this.#chat(), text: this.field.value, images: urls, chatId: this.chatId } : null);
+  }
+
+  #chat() {
+    return { isComparing: this.panes.length > 1, panes: this.all.map((pane) => pane.kept()) };
+  }
+
+  /** Keep the chat in the list once an answer has ended; one that was cleared leaves it. */
+  #remember() {
+    if (this.isSwitching || this.#isBusy()) return;
+    if (this.all.some((pane) => !pane.isEmpty)) {
+      this.#put();
+    } else if (this.chatId !== null) {
+      deleteChat(this.chatId);
+      this.chatId = null;
+    }
+  }
+
+  #put() {
+    // Pages that are not secure have no crypto.randomUUID.
+    this.chatId ??= `${Date.now()}-${Math.random().toString(36).slice(2)}`;
+    putChat(this.chatId, this.#chat(), Date.now());
+  }
+
+  /** Show a chat of the list in place of the one that is open, which stays in the list; or none. */
+  #open(id, chat) {
+    // An answer that streams ends here.
+    if (this.#isBusy()) this.#put();
+    this.isSwitching = true;
+    for (const pane of this.all) pane.clear();
+    this.isSwitching = false;
+    this.chatId = id;
+    this.#write("", []);
+    if (chat) this.#show(chat);
+    this.focus();
   }
 
   #restore() {
     const chat = keptChat();
     if (!chat) return;
-    this.field.value = chat.text;
+    this.chatId = chat.chatId ?? null;
+    this.#show(chat);
+  }
+
+  #show(chat) {
+    this.field.value = chat.text ?? "";
     this.images.set(chat.images ?? []);
-    if (chat.isComparing) this.#compare(true);
+    this.#compare(chat.isComparing);
     this.all.forEach((pane, i) => pane.restore(chat.panes[i]));
     this.#onChange();
   }
