@@ -128,6 +128,12 @@ async def test_the_asynchronous_client(server: ServerProcess) -> None:
     assert seen.response == "red"
 
 
+def test_an_empty_format_is_none(server: ServerProcess) -> None:
+    """Some programs send it with every request."""
+    answer = post(server, "chat", messages=SUM, options=GREEDY, format="")
+    assert answer["message"]["content"] == "17 + 25 = 42"
+
+
 @pytest.mark.parametrize("form", ["json", CITY], ids=["json", "schema"])
 def test_the_text_matches_its_format(client: ollama.Client, form: Any) -> None:
     options = {"temperature": 1, "seed": 3, "num_predict": 200}
