@@ -65,7 +65,7 @@ def random_model(model_type: str, *, seed: int = 0, **fields: Any) -> RandomMode
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
         "intermediate_size": WIDE,
-        "rms_norm_eps": 1e-6,
+        "rms_norm_eps": 1e-4,
         "rope_theta": 10000.0,
         "max_position_embeddings": 512,
         "vocab_size": VOCAB,
@@ -75,9 +75,9 @@ def random_model(model_type: str, *, seed: int = 0, **fields: Any) -> RandomMode
         config |= {"query_pre_attn_scalar": HEAD_DIM, "tie_word_embeddings": True}
         config |= {"sliding_window": 32, "hidden_activation": "gelu_pytorch_tanh"}
     if model_type == "gemma2":
-        config |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+        config |= {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 12.0}
     if model_type == "gemma3_text":
-        config |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 2}
+        config |= {"rope_theta": 1e6, "rope_local_base_freq": 5e3, "sliding_window_pattern": 2}
     config |= fields
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))
@@ -153,6 +153,10 @@ def add_fields(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     if "attn_logit_softcapping" in config:
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if "rope_local_base_freq" in config:
+        arch = ARCHITECTURES[config["model_type"]]
+        key = gguf.Keys.Rope.FREQ_BASE_SWA.format(arch=gguf.MODEL_ARCH_NAMES[arch])
+        writer.add_float32(key, config["rope_local_base_freq"])
     if "sliding_window_pattern" in config:
         writer.add_sliding_window_pattern(config["sliding_window_pattern"])
 

@@ -203,6 +203,20 @@ def test_scaling_of_positions_is_that_of_the_folder(
     assert not np.array_equal(own, logits(plain))
 
 
+@pytest.mark.parametrize(
+    ("model_type", "num_layers"), [("gemma2", 46), ("gemma2", 45), ("gemma3_text", 62)]
+)
+def test_the_largest_gemma_scales_queries_by_another_size(
+    tmp_path: Path, model_type: str, num_layers: int
+) -> None:
+    """No key of a file says so; llama.cpp knows these models by their number of layers."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
+    model = random_model(model_type, num_hidden_layers=num_layers, **sizes)
+    view = folder_of(write_gguf(tmp_path / "model.gguf", model, Kind.F16))
+    config = json.loads((view / "config.json").read_text())
+    assert config["query_pre_attn_scalar"] == (HEAD_DIM if num_layers == 45 else 32 // 4)
+
+
 def test_a_split_model_is_named_by_its_first_part(tmp_path: Path) -> None:
     model = random_model("gemma2")
     write_gguf(tmp_path / "model.gguf", model, Kind.F16, max_tensors=9)
@@ -232,6 +246,14 @@ def test_parts_must_be_what_they_are_named(tmp_path: Path) -> None:
     lone.write_bytes(contents[0])
     with pytest.raises(ModelLoadError, match="part 0 of"):
         folder_of(lone)
+
+
+def test_a_folder_of_files_names_them(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", random_model("qwen3"), Kind.F16)
+    with pytest.raises(ModelLoadError, match=r"such as .*/model\.gguf"):
+        folder_of(tmp_path)
+    folder = write_folder(tmp_path, random_model("qwen3"))
+    assert folder_of(tmp_path) == folder
 
 
 def test_a_folder_is_written_once_and_again_after_a_change(tmp_path: Path, cache: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mlx_parallm.models.gguf.families import ROPE_FREQS, Tensors, named_tensors
 from mlx_parallm.models.gguf.fields import Fields
-from mlx_parallm.models.gguf.header import GgufHeader, TensorInfo, read_header
+from mlx_parallm.models.gguf.header import SUFFIX, GgufHeader, TensorInfo, read_header
 from mlx_parallm.models.gguf.tensor_types import FLOATS, PACKED
 from mlx_parallm.models.gguf.tokenizer import TokenizerFiles, tokenizer_files
 from mlx_parallm.types.errors import ModelLoadError
@@ -58,6 +58,16 @@ def part_paths(path: Path) -> list[Path]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ModelLoadError(f"{path.parent} lacks {', '.join(missing[:3])}{more}.")
     return [path.parent / name for name in names]
+
+
+def check_not_of_gguf(folder: Path) -> None:
+    """Raise ModelLoadError, which names a file, if a folder has no weights but in GGUF files."""
+    files = sorted(folder.glob(f"*{SUFFIX}"))
+    if files and not any(folder.glob("*.safetensors")):
+        raise ModelLoadError(
+            f"{folder} has GGUF files and no safetensors: name one of these files, such as "
+            f"{files[0]}."
+        )
 
 
 def read_model(path: Path, *, kinds: Collection[str] = SERVED) -> GgufModel:

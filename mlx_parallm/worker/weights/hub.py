@@ -23,6 +23,7 @@ from huggingface_hub.utils import tqdm
 
 from mlx_parallm.confinement import check_folder
 from mlx_parallm.models.checkpoints.weight_files import missing_files
+from mlx_parallm.models.gguf.files import check_not_of_gguf
 from mlx_parallm.models.gguf.folder import gguf_folder
 from mlx_parallm.types.errors import ModelLoadError
 
@@ -64,7 +65,10 @@ def resolve_model(
     """
     folder = check_folder(path)
     if folder is not None:
-        return folder if folder.is_dir() else gguf_folder(folder, on_progress)
+        if not folder.is_dir():
+            return gguf_folder(folder, on_progress)
+        check_not_of_gguf(folder)
+        return folder
     patterns = (*PATTERNS, *(CODE_PATTERNS if trust_remote_code else ()))
     folder = _download(path, revision, on_progress, patterns)
     if missing := missing_files(folder):
