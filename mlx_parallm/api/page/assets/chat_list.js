@@ -3,6 +3,8 @@
 import { deleteChat, listChats, renameChat } from "./chats.js";
 import { el, part } from "./dom.js";
 
+const TIME = { dateStyle: "short", timeStyle: "short" };
+
 export class ChatList {
   /** `onOpen` gets the chat that is chosen, `onNew` begins one, `onDelete` gets an id. */
   constructor({ dialog, onOpen, onNew, onDelete }) {
@@ -34,7 +36,7 @@ export class ChatList {
       this.onOpen(chat);
     };
     const name = el("button", { type: "button", class: "chat-name", onclick }, chat.name);
-    const time = el("time", {}, new Date(chat.savedMs).toLocaleString());
+    const time = el("time", {}, new Date(chat.savedMs).toLocaleString([], TIME));
     const row = el("li", {}, name, time);
     const button = (text, act) =>
       el("button", { type: "button", class: "quiet", "aria-label": `${text} ${chat.name}`, onclick: act }, text);

@@ -6,6 +6,8 @@ import { amount, bytes, percent } from "./format.js";
 // INTERVAL_MS: between two looks at the models while the table is seen.
 const INTERVAL_MS = 2000;
 
+// ACTIONS_AT: the column of the buttons, which must be seen without scrolling.
+const ACTIONS_AT = 2;
 const COLUMNS = [
   ["Model", (model) => el("code", {}, model.id)],
   ["State", (model) => stateOf(model)],
@@ -119,7 +121,8 @@ export class ModelTable {
     this.shown = shown;
     const label = document.activeElement?.ariaLabel;
     const hadFocus = this.table.contains(document.activeElement);
-    const names = [...COLUMNS.map(([name]) => name), ""];
+    const names = COLUMNS.map(([name]) => name);
+    names.splice(ACTIONS_AT, 0, "Actions");
     const head = el("tr", {}, ...names.map((name) => el("th", { scope: "col" }, name)));
     const rows = this.models.map((model) => this.#row(model, pools));
     this.table.replaceChildren(el("thead", {}, head), el("tbody", {}, ...rows));
@@ -132,7 +135,8 @@ export class ModelTable {
     const pool = same.map((id) => pools.get(id)).find(Boolean);
     const cells = COLUMNS.map(([name, value]) => el("td", { "data-name": name }, value(model, pool)));
     const buttons = actionsOf(model).map((name) => this.#button(name, model.id));
-    return el("tr", {}, ...cells, el("td", { class: "actions" }, ...buttons));
+    cells.splice(ACTIONS_AT, 0, el("td", { "data-name": "Actions", class: "actions" }, ...buttons));
+    return el("tr", {}, ...cells);
   }
 
   #button(name, id) {
