@@ -46,6 +46,10 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "batch": Command("mlx_parallm.cli.batch", "answer a file of OpenAI batch lines"),
     "bench": Command("mlx_parallm.bench.cli", "measure a running server, or the engine by itself"),
+    "chat": Command("mlx_parallm.cli.chat.command", "chat with a model in the terminal"),
+    "launch": Command(
+        "mlx_parallm.cli.launch.command", "run a coding agent or Open WebUI with a server"
+    ),
     "models": Command(
         "mlx_parallm.cli.models.command",
         "list, fetch, convert and remove models, or load them into a running server",

@@ -7,7 +7,7 @@ import contextlib
 import ipaddress
 import json
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -153,6 +153,22 @@ class ServerClient:
         except (httpx2.TransportError, httpx2.InvalidURL) as error:
             reason = str(error) or type(error).__name__
             raise ServerUnreachableError(f"No server answers at {self.url}: {reason}") from error
+
+
+def generators(cards: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of models that generate; those that were never loaded may."""
+    return [card["id"] for card in cards if "generate" in (card.get("tasks") or ("generate",))]
+
+
+def first_generator(url: str, cards: Iterable[Mapping[str, Any]]) -> str:
+    """Return the first model of a server that generates.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for name in generators(cards):
+        return name
+    raise ConfigError(f"No model of {url} generates.")
 
 
 def is_loopback(host: str) -> bool:

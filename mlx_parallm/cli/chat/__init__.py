@@ -1,0 +1,1 @@
+"""The command ``mlx_parallm chat``: a conversation in the terminal."""

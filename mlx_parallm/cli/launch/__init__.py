@@ -1,0 +1,1 @@
+"""The command ``mlx_parallm launch``: coding agents and Open WebUI with a server."""
