@@ -38,7 +38,10 @@ LLAMA_CPP = Source(
     name="llama-cpp-python",
     version="0.3.36",
     sha256="832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e",
-    members=("vendor/llama.cpp/models/templates/*.jinja",),
+    members=(
+        "vendor/llama.cpp/models/templates/*.jinja",
+        "vendor/llama.cpp/models/ggml-vocab-*",
+    ),
 )
 VLLM = Source(
     name="vllm",

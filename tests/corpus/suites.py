@@ -71,6 +71,11 @@ SUITES: tuple[Suite, ...] = (
         outcomes=("as it is", "adapted", "refused", "a part is lost", "has none"),
     ),
     Suite(
+        file="test_gguf_vocabularies.py",
+        sources=(LLAMA_CPP,),
+        outcomes=("the same", "refused"),
+    ),
+    Suite(
         file="test_families.py",
         writer="families",
         packages=("transformers",),
