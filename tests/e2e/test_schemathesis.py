@@ -19,10 +19,11 @@ MAX_TOKENS = 4
 
 
 def bound_samples(params: Any) -> None:
-    """Limit the lengths in the nested fields of vLLM and SGLang too."""
+    """Limit the lengths in the nested fields of vLLM, SGLang and Ollama too."""
     for options in params if isinstance(params, list) else [params]:
         if isinstance(options, dict):
-            options["max_tokens"] = options["max_new_tokens"] = MAX_TOKENS
+            names = ("max_tokens", "max_new_tokens", "num_predict")
+            options |= dict.fromkeys(names, MAX_TOKENS)
 
 
 def call_at_random(operation: Any) -> None:
@@ -41,6 +42,7 @@ def call_at_random(operation: Any) -> None:
             case.body["max_tokens"] = case.body["max_output_tokens"] = MAX_TOKENS
             case.body.pop("max_completion_tokens", None)
             bound_samples(case.body.get("sampling_params"))
+            bound_samples(case.body.setdefault("options", {}))
             case.body["stream"] = False
             if data.draw(st.booleans()):
                 case.body["model"] = MODEL
