@@ -40,7 +40,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 # These end when make does, however that ends; `exec`, so that no shell is between them and make.
 WITH_MAKE := $(BIN)/python -m mlx_parallm.peers.child_process parent
 
-.PHONY: help serve test test-slow test-engines test-ranks page-test conformance trainers corpus corpus-sample newest check-encoder check-seq2seq check-mezo check-reward check-vision cluster-check lint checks format unit dist bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test test-slow test-engines test-ranks page-test conformance agents trainers corpus corpus-sample newest check-encoder check-seq2seq check-mezo check-reward check-vision cluster-check lint checks format unit dist bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -103,6 +103,10 @@ INFERENCE_STAMP := $(INFERENCE)/.installed-$(call checksum,requirements/conforma
 conformance: $(DEV_STAMP) $(CLIENTS_STAMP) $(INSTRUCTOR_STAMP) $(LANGCHAIN_STAMP) $(INFERENCE_STAMP) ## Unmodified clients against a live server; rewrites docs/compatibility.md (needs Node)
 	@cd tests/conformance/node && npm ci --no-audit --no-fund
 	@exec $(WITH_MAKE) tests.conformance.run_all $(ARGS)
+
+agents: $(DEV_STAMP) ## Claude Code, Codex and opencode with a model of a live server (needs Node; 900 MB)
+	@cd tests/agents && npm ci --no-audit --no-fund
+	@$(TEST_ENV) $(PYTEST) -m slow tests/agents $(ARGS)
 
 # Reinforcement-learning trainers; ART needs Python 3.12 and another client of OpenAI than the others.
 TRAINERS := .venv-trainers

@@ -14,6 +14,7 @@ import pytest
 
 from mlx_parallm.peers import child_process
 from tests.fake_hub import COMMIT, FakeHub, serve_hub
+from tests.pseudo_terminal import PseudoTerminal
 
 REPO = "org/tiny"
 CONFIG = {
@@ -184,6 +185,13 @@ def test_what_was_pulled_is_served_offline_listed_and_removed(hub: FakeHub, tmp_
     refused = models(hub, tmp_path, "rm", REPO)
     assert refused.returncode == 2
     assert "--yes" in refused.stderr
+    command = ["mlx_parallm", "models", "rm", REPO]
+    with PseudoTerminal(command, {**os.environ, **hub.environment(tmp_path)}) as terminal:
+        terminal.wait_for("remove org/tiny (")
+        terminal.wait_for("[y/N] ")
+        terminal.type("\n")
+        assert terminal.wait_for_end() == 1
+        assert "nothing was removed" in terminal.shown
     assert cached(tmp_path).exists()
     assert models(hub, tmp_path, "rm", REPO, "--yes").returncode == 0
     assert not cached(tmp_path).exists()
