@@ -104,26 +104,31 @@ async def raw_prompt(
     structure = _structure(body)
     grammar = None if structure is None else await grammar_of(structure, model, param="format")
     params = _params(body, prelude, grammar=grammar)
-    if body.suffix:
-        params = with_infill_ends(params, model.tokenizer)
-        ids = await maybe_in_thread(
-            lambda: infill_ids(body.prompt, body.suffix, model.tokenizer, add_special_tokens=True),
-            len(body.prompt) + len(body.suffix),
-        )
-        prompt = ImagePrompt("", ids)
-    else:
-        images = _sources(body.images, "images")
-        written = WrittenPrompt(prompt=body.prompt, model=model, images=images)
-        (prompt,) = await read_prompts([written], prelude.images)
+    prompt = await _written(body, model, prelude)
     request = GenerateRequest(
         request_id=_request_id(prelude),
         model=model.names[0],
         prompt_ids=prompt.token_ids,
         inputs=prompt.inputs,
-        params=params,
+        params=with_infill_ends(params, model.tokenizer) if body.suffix else params,
         client=prelude.client,
     )
     return RawPrompt(request, TurnStream([ContentParser()], len(prompt.token_ids)))
+
+
+async def _written(
+    body: OllamaGenerateRequest, model: GenerationModel, prelude: Prelude
+) -> ImagePrompt:
+    """Return the tokens and images of a prompt that is taken as it is, or of one with a gap."""
+    if not body.suffix:
+        images = _sources(body.images, "images")
+        written = WrittenPrompt(prompt=body.prompt, model=model, images=images)
+        return (await read_prompts([written], prelude.images))[0]
+    ids = await maybe_in_thread(
+        lambda: infill_ids(body.prompt, body.suffix, model.tokenizer, add_special_tokens=True),
+        len(body.prompt) + len(body.suffix),
+    )
+    return ImagePrompt("", ids)
 
 
 def conversation(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,3 +122,17 @@ def test_a_model_without_the_tokens_refuses_a_suffix_but_not_an_empty_one(plain:
         complete(plain, prompt="a", suffix="z")
     assert refusal.value.param == "suffix"
     assert complete(plain, prompt="a", suffix="").choices[0].text == "hello"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ollamas_suffix_fills_in_too(served: tuple[FakeEngine, str], stream: bool) -> None:
+    engine, url = served
+    body = {"model": "alias", "prompt": "ab", "suffix": "yz", "stream": stream}
+    answer = httpx2.post(f"{url}/api/generate", json=body)
+    texts = [json.loads(line)["response"] for line in answer.text.splitlines()]
+    assert "".join(texts) == "hello"
+    request = engine.submitted.get()
+    assert request.prompt_ids == (1, *b"ab", 2, *b"yz", 3)
+    assert set(request.params.stop_token_ids) == set(range(4, 4 + len(QWEN.ends)))
+    shown = httpx2.post(f"{url}/api/show", json={"model": "alias"}).json()
+    assert "insert" in shown["capabilities"]
