@@ -58,6 +58,7 @@ def test_a_chat_is_that_of_the_folder(client: httpx2.Client, live_server: Server
     assert choice["message"] == wanted["message"]
     assert choice["finish_reason"] == wanted["finish_reason"]
     tokens = [each["token"] for each in choice["logprobs"]["content"]]
+    assert tokens
     assert tokens == [each["token"] for each in wanted["logprobs"]["content"]]
 
 

@@ -101,9 +101,8 @@ class QuantisedForm:
         exact = self.dequantise(rows).reshape(-1, GROUP)
         loss = self.loss
         numbers, scales, biases = quantised(exact, loss.bits, loss.tensor.type.name in GRIDS)
-        error = exact - dequantised(numbers, scales, biases)
-        loss.squares += float(np.square(exact, dtype=np.float64).sum())
-        loss.errors += float(np.square(error, dtype=np.float64).sum())
+        loss.squares += float(squares(exact).sum(dtype=np.float64))
+        loss.errors += float(errors_of(exact, numbers, scales, biases).sum(dtype=np.float64))
         packed = pack(numbers, loss.bits)
         return [array.reshape(len(rows), -1) for array in (packed, scales, biases)]
 
@@ -121,15 +120,14 @@ def quantised(exact: Floats, bits: int, is_grid: bool) -> tuple[Bytes, Halves, H
     numbers, scales, biases = _spread(exact, most)
     if not is_grid:
         return numbers, scales, biases
-    error = np.square(exact - dequantised(numbers, scales, biases)).sum(axis=1)
-    energy = np.square(exact).sum(axis=1)
+    error, energy = errors_of(exact, numbers, scales, biases), squares(exact)
     for steps in range(most - 1, 0, -1):
         left = np.flatnonzero(error > ROUNDING * energy)
         if not len(left):
             break
         own = exact[left]
         other = _spread(own, steps)
-        errors = np.square(own - dequantised(*other)).sum(axis=1)
+        errors = errors_of(own, *other)
         better = errors < error[left]
         chosen = left[better]
         error[chosen] = errors[better]
@@ -143,21 +141,42 @@ def _spread(exact: Floats, steps: int) -> tuple[Bytes, Halves, Halves]:
     low, high = exact.min(axis=1), exact.max(axis=1)
     scales, biases = ((high - low) / steps).astype("<f2"), low.astype("<f2")
     divisors = np.where(scales > 0, scales, 1).astype(np.float32)
-    numbers = np.rint((exact - biases.astype(np.float32)[:, None]) / divisors[:, None])
-    return np.clip(numbers, 0, steps).astype(np.uint8), scales, biases
+    numbers = exact - biases.astype(np.float32)[:, None]
+    numbers /= divisors[:, None]
+    np.rint(numbers, out=numbers)
+    np.clip(numbers, 0, steps, out=numbers)
+    return numbers.astype(np.uint8), scales, biases
 
 
 def dequantised(numbers: Bytes, scales: Halves, biases: Halves) -> Floats:
     """Return the numbers of groups, as MLX computes them."""
-    wide = (each.astype(np.float32)[:, None] for each in (scales, biases))
-    scale, bias = wide
-    return numbers * scale + bias
+    exact = numbers.astype(np.float32)
+    exact *= scales.astype(np.float32)[:, None]
+    exact += biases.astype(np.float32)[:, None]
+    return exact
+
+
+def squares(rows: Floats) -> Floats:
+    """Return the sum of squares of each row."""
+    return np.einsum("ij,ij->i", rows, rows)
+
+
+def errors_of(exact: Floats, numbers: Bytes, scales: Halves, biases: Halves) -> Floats:
+    """Return the squared error of each group."""
+    return squares(exact - dequantised(numbers, scales, biases))
 
 
 def pack(numbers: Bytes, bits: int) -> npt.NDArray[np.uint32]:
     """Return whole numbers one after another, the lowest bit first, in words."""
-    each = (numbers.reshape(-1, 1) >> np.arange(bits, dtype=np.uint8)) & 1
-    return np.packbits(each, bitorder="little").view("<u4")
+    flat = numbers.reshape(-1)
+    if bits == 8:
+        packed = flat
+    elif bits == 4:
+        packed = flat[0::2] | (flat[1::2] << 4)
+    else:
+        each = (flat[:, None] >> np.arange(bits, dtype=np.uint8)) & 1
+        packed = np.packbits(each, bitorder="little")
+    return packed.view("<u4")
 
 
 @dataclass(frozen=True, slots=True)
