@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_parallm.models.gguf.fields import Fields
+from mlx_parallm.models.gguf.fields import Fields, shown
 from mlx_parallm.models.gguf.header import TensorInfo
 from mlx_parallm.models.gguf.rope import rope_scaling
 from mlx_parallm.types.errors import ModelLoadError
@@ -113,9 +113,9 @@ def family_of(fields: Fields) -> Family:
     """Return the family of a file; raise ModelLoadError if it is not served."""
     if fields.architecture not in FAMILIES:
         raise ModelLoadError(
-            f"{fields.header.path} is a GGUF file of the architecture {fields.architecture!r}; "
-            f"served are {', '.join(FAMILIES)}. A folder in the form of Hugging Face's models may "
-            "be served (docs/models.md)."
+            f"{fields.header.path} is a GGUF file of the architecture "
+            f"{shown(fields.architecture)}; served are {', '.join(FAMILIES)}. "
+            "A folder in the form of Hugging Face's models may be served (docs/models.md)."
         )
     return FAMILIES[fields.architecture]
 
@@ -148,7 +148,7 @@ def named_tensors(
     if unknown := sorted(tensors.keys() - expected.keys() - {ROPE_FREQS}):
         raise ModelLoadError(
             f"{path} has tensors that {fields.architecture} models do not have: "
-            f"{', '.join(unknown[:3])}."
+            f"{', '.join(map(repr, unknown[:3]))}."
         )
     names = {name: _weight_name(name, family) for name in expected}
     permuted = {

@@ -15,6 +15,15 @@ from mlx_parallm.types.json_values import is_list
 MAX_SIZE = 1 << 31
 
 
+# MAX_SHOWN: longest text of a file in a message.
+MAX_SHOWN = 80
+
+
+def shown(text: str) -> str:
+    """Return the beginning of a file's text as a message may have it."""
+    return repr(text[:MAX_SHOWN])
+
+
 class Fields:
     """The metadata of a file; keys of its architecture are named without it, as ``.block_count``.
 

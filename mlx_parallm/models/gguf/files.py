@@ -100,7 +100,7 @@ def _checked(path: Path, kinds: Collection[str]) -> tuple[Fields, Tensors, dict[
     places: dict[str, Path] = {}
     for header in headers:
         if twice := tensors.keys() & header.tensors.keys():
-            raise ModelLoadError(f"{header.path}: tensor {min(twice)} is in another part too.")
+            raise ModelLoadError(f"{header.path}: tensor {min(twice)!r} is in another part too.")
         tensors |= header.tensors
         places |= dict.fromkeys(header.tensors, header.path)
     named = named_tensors(fields, tensors, _rope_factors(tensors, places))
@@ -117,7 +117,7 @@ def _check_parts(headers: list[GgufHeader]) -> None:
         place = header.values.get("split.no"), header.values.get("split.count")
         if place != (number, len(headers)):
             raise ModelLoadError(
-                f"{header.path} says that it is part {place[0]} of {place[1]}, and is named as "
+                f"{header.path} does not say that it is "
                 f"part {number} of {len(headers)}, counted from 0."
             )
 

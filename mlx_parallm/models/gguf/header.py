@@ -36,8 +36,8 @@ MAX_HEADER_BYTES = 24 << 20
 MAX_STRINGS = 3 << 18
 MAX_KEYS = 4096
 MAX_TENSORS = 1 << 16
-# MAX_KEY, MAX_NAME: longest names of keys and tensors in bytes, as llama.cpp limits them.
-MAX_KEY = 65535
+# MAX_KEY, MAX_NAME: longest names of keys and tensors in bytes; llama.cpp limits tensors so.
+MAX_KEY = 256
 MAX_NAME = 64
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
@@ -211,20 +211,20 @@ class _Reader:
         if kind == BOOL:
             return bool(self._number("B"))
         if kind not in NUMBERS:
-            self._refuse(f"{key} has the unknown type {kind}")
+            self._refuse(f"{key!r} has the unknown type {kind}")
         (value,) = struct.unpack(f"<{NUMBERS[kind]}", self._take(struct.calcsize(NUMBERS[kind])))
         return value
 
     def _array(self, key: str) -> Sequence[str] | Sequence[int] | Sequence[float]:
         kind = self._number("I")
         if kind == STRING:
-            return self._strings(self._count(LEAST_STRING, MAX_STRINGS, f"strings in {key}"))
+            return self._strings(self._count(LEAST_STRING, MAX_STRINGS, f"strings in {key!r}"))
         if kind == ARRAY:
-            self._refuse(f"{key} is an array of arrays")
+            self._refuse(f"{key!r} is an array of arrays")
         if kind not in NUMBERS and kind != BOOL:
-            self._refuse(f"{key} is an array of the unknown type {kind}")
+            self._refuse(f"{key!r} is an array of the unknown type {kind}")
         numbers: array[Any] = array(NUMBERS.get(kind, "B"))
-        count = self._count(numbers.itemsize, MAX_HEADER_BYTES, f"numbers in {key}")
+        count = self._count(numbers.itemsize, MAX_HEADER_BYTES, f"numbers in {key!r}")
         end = self._position + count * numbers.itemsize
         self._fill(end)
         with memoryview(self._data) as data:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import starmap
 from typing import Any
 
-from mlx_parallm.models.gguf.fields import Fields
+from mlx_parallm.models.gguf.fields import Fields, shown
 from mlx_parallm.models.gguf.pre_tokenizers import PRE_TOKENIZERS, byte_level
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.json_values import is_list, is_object
@@ -115,8 +115,8 @@ def _built(vocabulary: _Vocabulary) -> Json:
         parts, begins = _pieces(vocabulary), True
     else:
         raise ModelLoadError(
-            f"{fields.header.path}: tokenizers of the kind {model!r} are not read from GGUF files "
-            f"of {fields.architecture}."
+            f"{fields.header.path}: tokenizers of the kind {shown(model)} are not read from GGUF "
+            f"files of {fields.architecture}."
         )
     return {
         "version": "1.0",
@@ -136,8 +136,8 @@ def _byte_level(vocabulary: _Vocabulary) -> Json:
     known = QWEN2_NAMES if fields.architecture == "qwen2" else [*PRE_TOKENIZERS]
     if name not in known:
         raise ModelLoadError(
-            f"{fields.header.path}: {key} is {name!r}, and how it cuts texts is not known; served "
-            f"are {', '.join(known)}. A folder in the form of Hugging Face's models may "
+            f"{fields.header.path}: {key} is {shown(name)}, and how it cuts texts is not known; "
+            f"served are {', '.join(known)}. A folder in the form of Hugging Face's models may "
             "be served."
         )
     pre = PRE_TOKENIZERS[name]
@@ -295,7 +295,7 @@ def _templates(fields: Fields) -> dict[str, str]:
     if fields.has("tokenizer.chat_templates"):
         others = fields.strings("tokenizer.chat_templates")
         names |= {name: f"{TEMPLATE}.{name}" for name in others if name != "default"}
-    return {name: fields.text(key) for name, key in names.items()}
+    return {name: fields.text(key) for name, key in names.items() if fields.has(key)}
 
 
 def _end_ids(vocabulary: _Vocabulary) -> list[int]:

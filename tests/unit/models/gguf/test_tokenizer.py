@@ -407,6 +407,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {**rows(["a"]), "add_token_scores": [0.5], "add_eos_token_id": 1},
         "eos_token_id",
     ),
+    "a kind of 10 MB": (
+        {"add_tokenizer_model": "x" * 10**7, "add_token_list": ["a"]},
+        "'xxx",
+    ),
     "a kind that is not read": (
         {"add_tokenizer_model": "t5", "add_token_list": ["a"]},
         "'t5'",
@@ -424,6 +428,7 @@ def test_wrong_vocabularies_are_refused(tmp_path: Path, case: str) -> None:
     with pytest.raises(ModelLoadError) as error:
         files_of(write_file(tmp_path / "t.gguf", "llama", add), vocab_size=4)
     assert words in str(error.value)
+    assert len(str(error.value)) < 600
 
     """Merges of one token take time by the square of its length."""
     """The time for merges that make a token grows with the square of its length."""
