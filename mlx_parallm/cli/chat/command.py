@@ -25,7 +25,7 @@ CHAT_PATH = "/v1/chat/completions"
 #: ``COMMAND``: a word behind a slash; paths have more.
 COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 HELP = f"""\
-/image PATH   send an image with the next question; a path within a question does too
+/image PATH   send an image (or URL) with the next question, as a path within a question does
 /model NAME   go on with another model; /model alone lists them
 /system TEXT  set the system prompt; /system alone removes it
 /save FILE    write the conversation: messages for .json, else a text

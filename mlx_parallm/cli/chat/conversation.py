@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.media.image_file import image_url
+from mlx_parallm.media.image_file import image_url, is_url
 from mlx_parallm.types.errors import ConfigError
 
 Message = dict[str, Any]
@@ -58,16 +58,15 @@ class Conversation:
         return [*system, *self.messages]
 
     def attach(self, path: str) -> None:
-        """Add an image to the next question.
+        """Add an image, by its path or URL, to the next question.
 
         Raises:
             ConfigError: the file is not there, or cannot be read.
         """
-        file = Path(path).expanduser()
         try:
-            self.images.append(image_url(file))
+            self.images.append(image_url(path if is_url(path) else Path(path).expanduser()))
         except (OSError, ValueError) as problem:
-            raise ConfigError(f"{file} is not an image that can be read: {problem}") from None
+            raise ConfigError(f"{path} is not an image that can be read: {problem}") from None
 
     def attach_from(self, line: str) -> str:
         """Add the images whose paths are in a line; return the line without them."""

@@ -125,6 +125,8 @@ class BlobFolder:
             if self._is_there(file):
                 return
             content = _Content(file, output, self._count)
+            if content.size >= file.size and not content.is_right():
+                content.discard()
             self._complete(content)
             if not content.is_right():
                 partial.unlink()
@@ -213,7 +215,7 @@ class _Content:
             "GET", self.file.url, headers=headers, timeout=timeout
         ) as response:
             if self.size and response.status_code != PARTIAL_CONTENT:
-                self._discard()
+                self.discard()
                 if response.status_code == RANGE_NOT_SATISFIABLE:
                     return
             utils.hf_raise_for_status(response)
@@ -233,7 +235,8 @@ class _Content:
         self.size += len(chunk)
         self._on_bytes(len(chunk))
 
-    def _discard(self) -> None:
+    def discard(self) -> None:
+        """Begin anew."""
         self._stored.truncate(0)
         self._on_bytes(-self.size)
         self.size = 0

@@ -21,6 +21,8 @@ from mlx_parallm.units import readable_bytes
 HEADING = ("NAME", "SIZE", "WHERE")
 #: ``PARTIAL``: the ending of files whose download has not ended.
 PARTIAL = ".incomplete"
+#: ``REPOSITORY``: the beginning of the names of folders of models in the hub cache.
+REPOSITORY = "models--"
 #: ``MAX_DEPTH``: folders between one of ``--model-dir`` and a model: ``org/name``.
 MAX_DEPTH = 2
 
@@ -97,13 +99,9 @@ def cache_folder() -> Path:
 
 def cached_models() -> list[LocalModel]:
     """Return the models of the hub cache, sorted by name."""
-    scanned = _scan()
-    models = [
-        LocalModel(repo.repo_id, repo.size_on_disk, _place(repo.repo_path))
-        for repo in (scanned.repos if scanned else ())
-        if repo.repo_type == "model"
-    ]
-    return sorted(models, key=lambda model: model.name)
+    # scan_cache_dir leaves out downloads that have not ended.
+    folders = sorted(cache_folder().glob(f"{REPOSITORY}*"))
+    return [LocalModel(_name(folder), _size(folder), _place(folder)) for folder in folders]
 
 
 def models_in(root: Path) -> Iterator[LocalModel]:
@@ -128,6 +126,10 @@ def _scan() -> HFCacheInfo | None:
         return None
 
 
+def _name(folder: Path) -> str:
+    return folder.name.removeprefix(REPOSITORY).replace("--", "/")
+
+
 def _place(folder: Path) -> str:
     partial = any(folder.glob(f"blobs/*{PARTIAL}"))
     return "hub cache, partly downloaded" if partial else "hub cache"
@@ -135,13 +137,8 @@ def _place(folder: Path) -> str:
 
 def _size(path: Path) -> int:
     files = [path] if path.is_file() else path.rglob("*")
-    # The hub cache has links to the files that it counts.
-    counted = (file for file in files if file.is_file() and not _is_alias(file, path))
-    return sum(file.stat().st_size for file in counted)
-
-
-def _is_alias(file: Path, root: Path) -> bool:
-    return file.is_symlink() and file.resolve().is_relative_to(root.resolve())
+    # Snapshots of the hub cache are links to files that several of them have.
+    return sum(file.stat().st_size for file in {each.resolve() for each in files if each.is_file()})
 
 
 def _confirmed(question: str) -> bool:

@@ -104,6 +104,17 @@ def test_a_content_of_another_digest_is_refused_and_removed(
     assert blobs.names() == set()
 
 
+@pytest.mark.parametrize("data", [changed(FILES[WEIGHTS]), FILES[WEIGHTS] + b"more"])
+def test_what_cannot_be_continued_is_fetched_anew(hub: FakeHub, blobs: Blobs, data: bytes) -> None:
+    file = listed(hub, WEIGHTS)
+    blobs.folder.mkdir()
+    (blobs.folder / f"{file.digest}.incomplete").write_bytes(data)
+    blobs.fetch([file])
+    assert blobs.names() == {file.digest}
+    assert hub.ranges[WEIGHTS] == [None]
+    assert blobs.num_bytes == file.size
+
+
 def test_a_damaged_content_of_the_cache_is_replaced(hub: FakeHub, blobs: Blobs) -> None:
     file = listed(hub, WEIGHTS)
     blobs.folder.mkdir()
