@@ -111,6 +111,14 @@ def server_of_models(models: Mapping[str, Path], options: Sequence[str] = ()) ->
 
 
 @contextlib.contextmanager
+def server_of_folder(folder: Path, options: Sequence[str] = ()) -> Iterator[Server]:
+    """Run ``mlx_parallm serve`` with no model, but a folder of those that requests may name."""
+    command = ["mlx_parallm", "serve", "--model-dir", str(folder)]
+    with running_server("mlx_parallm", [*command, *options], None) as server:
+        yield server
+
+
+@contextlib.contextmanager
 def running_server(
     name: str,
     target: list[str],

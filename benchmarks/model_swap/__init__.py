@@ -1,0 +1,1 @@
+"""Measures models that come and go beside running streams."""
