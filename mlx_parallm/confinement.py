@@ -14,8 +14,10 @@ from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
 # _HUB_ID is an owner and a name; a few models have no owner.
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?\w[\w.-]*", re.ASCII)
 MAX_NAME = 256
-# GGUF: how names of the only files end that are models.
+#: ``GGUF``: how names of GGUF files end, the only files that are models.
 GGUF = ".gguf"
+#: ``GGUF_MAGIC``: their first bytes.
+GGUF_MAGIC = b"GGUF"
 # DOTS: parts of a path that clients and proxies resolve: /v1/adapters/.. would be another route.
 DOTS = frozenset({".", ".."})
 
@@ -32,7 +34,7 @@ def check_folder(path: str) -> Path | None:
         ModelLoadError: it is another file, or written as a path, and there is nothing.
     """
     folder = Path(path).expanduser()
-    if folder.is_dir() or (folder.suffix == GGUF and folder.is_file()):
+    if folder.is_dir() or is_gguf(folder):
         return folder
     if folder.exists():
         raise ModelLoadError(
@@ -41,6 +43,17 @@ def check_folder(path: str) -> Path | None:
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ModelLoadError(f"There is no folder {path}.")
     return None
+
+
+def is_gguf(path: Path) -> bool:
+    """True if a path is a GGUF file by its name or, as Ollama's files are, by its first bytes."""
+    if path.suffix == GGUF or not path.is_file():
+        return path.is_file()
+    try:
+        with path.open("rb") as file:
+            return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    except OSError:
+        return False
 
 
 def is_spelled(

@@ -11,6 +11,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Gauge
 
 from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig
+from mlx_parallm.confinement import GGUF
 from mlx_parallm.demo_models.folders import DEMO_NAME
 from mlx_parallm.engine.kind import (
     BuildContext,
@@ -236,7 +237,7 @@ def _short_name(model: ModelConfig) -> str:
         return ""
     folder = Path(model.path).expanduser()
     if folder.is_file():
-        return folder.stem
+        return folder.name.removesuffix(GGUF)
     return folder.resolve().name if folder.is_dir() else ""
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlx_parallm.config import LoadingConfig
-from mlx_parallm.confinement import MAX_NAME, Confinement, is_hub_id
+from mlx_parallm.confinement import MAX_NAME, Confinement, is_gguf, is_hub_id
 from mlx_parallm.demo_models.folders import DEMO_FOLDERS
-from mlx_parallm.models.gguf.header import is_gguf
 from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
 
 #: ``MODEL``: the field of requests that names a model.

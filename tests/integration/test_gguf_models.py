@@ -106,6 +106,17 @@ def test_packed_types_keep_their_numbers(tmp_path: Path, model_type: str, kind: 
     assert difference <= 0.005 * np.abs(reference).max()
 
 
+@pytest.mark.parametrize("kind", PACKED, ids=lambda kind: kind.name)
+def test_packed_layers_compute_what_their_numbers_say(tmp_path: Path, kind: Kind) -> None:
+    """Compute as a GPU does: without float32 weights."""
+    model = random_model("qwen3")
+    view = folder_of(write_gguf(tmp_path / "model.gguf", model, kind))
+    folder = write_folder(tmp_path / "folder", dequantised(model, kind))
+    reference = logits(folder, "float32")
+    difference = np.abs(logits(view, "float16") - reference).max()
+    assert difference <= 0.02 * np.abs(reference).max()
+
+
 def test_four_bit_weights_are_not_dequantised(tmp_path: Path) -> None:
     model = random_model("llama")
     view = folder_of(write_gguf(tmp_path / "model.gguf", model, Kind.Q4_0))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.confinement import Confinement, is_hub_id, is_spelled
-from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.confinement import Confinement, check_folder, is_gguf, is_hub_id, is_spelled
+from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
 
 
 @pytest.fixture
@@ -152,3 +152,16 @@ def test_a_folder_that_may_be_entered_but_not_listed_finds_any_name(
     assert is_spelled("inside/deep", root, refuse)
     assert not is_spelled("inside/../inside", root, refuse)
     assert not is_spelled("./inside", root, refuse)
+
+
+def test_a_gguf_file_is_one_by_its_name_or_its_first_bytes(tmp_path: Path) -> None:
+    """Ollama's files have digests as names."""
+    files = {"a.gguf": b"", "sha256-1f": b"GGUF\3", "model.bin": b"{}", "empty": b""}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "folder.gguf").mkdir()
+    are = {name for name in [*files, "folder.gguf", "none.gguf"] if is_gguf(tmp_path / name)}
+    assert are == {"a.gguf", "sha256-1f"}
+    assert check_folder(str(tmp_path / "sha256-1f")) == tmp_path / "sha256-1f"
+    with pytest.raises(ModelLoadError, match="is a file"):
+        check_folder(str(tmp_path / "model.bin"))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.cli.models.subcommands import Subcommands, add_subcommand
-from mlx_parallm.models.gguf.header import SUFFIX
+from mlx_parallm.confinement import GGUF, is_gguf
 from mlx_parallm.peers.child_process import ChildProcess
 from mlx_parallm.types.errors import ConfigError
 
@@ -30,8 +30,8 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "help": "dtype of what is not quantised",
     },
 }
-# GGUF: the module that converts GGUF files.
-GGUF = "mlx_parallm.cli.models.gguf_convert"
+# GGUF_MODULE: the module that converts GGUF files.
+GGUF_MODULE = "mlx_parallm.cli.models.gguf_convert"
 #: ``GGUF_BITS``: bits that tensors of GGUF files may be quantised to.
 GGUF_BITS = (2, 3, 4, 5, 6, 8)
 #: ``SWITCHES``: its options without a value.
@@ -58,7 +58,8 @@ def convert(args: argparse.Namespace) -> int:
     """Convert a model; return the exit status of the conversion."""
     if Path(args.mlx_path).exists():
         raise ConfigError(f"--mlx-path: {args.mlx_path} exists already.")
-    is_file = Path(args.model).suffix == SUFFIX
+    path = Path(args.model)
+    is_file = path.suffix == GGUF or is_gguf(path)
     command = gguf_command(args) if is_file else ["mlx_lm", "convert", *conversion_arguments(args)]
     with ChildProcess(command) as process:
         return process.wait()
@@ -79,7 +80,7 @@ def gguf_command(args: argparse.Namespace) -> list[str]:
             f"--q-bits: {args.q_bits} is not one of {', '.join(map(str, GGUF_BITS))}."
         )
     bits = [] if args.q_bits is None else ["--q-bits", str(args.q_bits)]
-    return [GGUF, args.model, "--mlx-path", args.mlx_path, *bits]
+    return [GGUF_MODULE, args.model, "--mlx-path", args.mlx_path, *bits]
 
 
 def conversion_arguments(args: argparse.Namespace) -> list[str]:

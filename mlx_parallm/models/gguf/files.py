@@ -8,9 +8,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_parallm.confinement import GGUF
 from mlx_parallm.models.gguf.families import ROPE_FREQS, Tensors, named_tensors
 from mlx_parallm.models.gguf.fields import Fields
-from mlx_parallm.models.gguf.header import SUFFIX, GgufHeader, TensorInfo, read_header
+from mlx_parallm.models.gguf.header import GgufHeader, TensorInfo, read_header
 from mlx_parallm.models.gguf.tensor_types import FLOATS, PACKED
 from mlx_parallm.models.gguf.tokenizer import TokenizerFiles, tokenizer_files
 from mlx_parallm.types.errors import ModelLoadError
@@ -62,7 +63,7 @@ def part_paths(path: Path) -> list[Path]:
 
 def check_not_of_gguf(folder: Path) -> None:
     """Raise ModelLoadError, which names a file, if a folder has no weights but in GGUF files."""
-    files = sorted(folder.glob(f"*{SUFFIX}"))
+    files = sorted(folder.glob(f"*{GGUF}"))
     if files and not any(folder.glob("*.safetensors")):
         raise ModelLoadError(
             f"{folder} has GGUF files and no safetensors: name one of these files, such as "

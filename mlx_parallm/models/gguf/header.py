@@ -14,16 +14,13 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from mlx_parallm.confinement import GGUF_MAGIC
 from mlx_parallm.models.gguf.tensor_types import TYPES, TensorType
 from mlx_parallm.types.errors import ModelLoadError
 
 #: ``Value``: of a key of metadata.
 Value = bool | int | float | str | Sequence[str] | Sequence[int] | Sequence[float]
 
-#: ``SUFFIX``: how names of GGUF files end.
-SUFFIX = ".gguf"
-#: ``MAGIC``: the first bytes of a file.
-MAGIC = b"GGUF"
 # LFS: how the text begins that stands for a file which Git LFS has not fetched.
 LFS = b"version https://git-lfs"
 VERSIONS = (2, 3)
@@ -85,17 +82,6 @@ class GgufHeader:
     tensors: dict[str, TensorInfo]
 
 
-def is_gguf(path: Path) -> bool:
-    """True if a path is a GGUF file by its name and first bytes; nothing else is read."""
-    if path.suffix != SUFFIX:
-        return False
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
-
-
 def read_header(path: Path) -> GgufHeader:
     """Return the header of a file.
 
@@ -136,8 +122,8 @@ class _Reader:
 
     def _counts(self) -> tuple[int, int]:
         """Return the numbers of tensors and keys, after checking magic and version."""
-        magic = self._take(len(MAGIC)) if self._size >= len(MAGIC) else b""
-        if magic != MAGIC:
+        magic = self._take(len(GGUF_MAGIC)) if self._size >= len(GGUF_MAGIC) else b""
+        if magic != GGUF_MAGIC:
             is_pointer = LFS.startswith(bytes(magic)) and bool(magic)
             self._refuse(
                 "it is a pointer of Git LFS, whose file was not fetched (git lfs pull)"
