@@ -105,7 +105,7 @@ conformance: $(DEV_STAMP) $(CLIENTS_STAMP) $(INSTRUCTOR_STAMP) $(LANGCHAIN_STAMP
 	@exec $(WITH_MAKE) tests.conformance.run_all $(ARGS)
 
 agents: $(DEV_STAMP) ## Claude Code, Codex and opencode with a model of a live server (needs Node; 900 MB)
-	@cd tests/agents && npm ci --no-audit --no-fund
+	@cd tests/agents && npm install --no-package-lock --no-audit --no-fund
 	@$(TEST_ENV) $(PYTEST) -m slow tests/agents $(ARGS)
 
 # Reinforcement-learning trainers; ART needs Python 3.12 and another client of OpenAI than the others.
