@@ -185,14 +185,21 @@ def test_scaling_of_llama_3_comes_back_from_its_factors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scaling", "fields"),
+    ("model_type", "scaling", "fields"),
     [
         (
+            "gemma3_text",
+            {"rope_type": "linear", "factor": 8.0},
+            {"ARCH.rope.scaling.type": "linear", "ARCH.rope.scaling.factor": 8.0},
+        ),
+        (
+            "llama",
             {"rope_type": "linear", "factor": 4.0},
             {"ARCH.rope.scaling.type": "linear", "ARCH.rope.scaling.factor": 4.0},
         ),
-        ({"rope_type": "linear", "factor": 4.0}, {"ARCH.rope.scale_linear": 4.0}),
+        ("llama", {"rope_type": "linear", "factor": 4.0}, {"ARCH.rope.scale_linear": 4.0}),
         (
+            "qwen2",
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
             {
                 "ARCH.rope.scaling.type": "yarn",
@@ -201,14 +208,14 @@ def test_scaling_of_llama_3_comes_back_from_its_factors(tmp_path: Path) -> None:
             },
         ),
     ],
-    ids=["linear", "linear, 2023", "yarn"],
+    ids=["gemma3", "linear", "linear, 2023", "yarn"],
 )
 def test_scaling_of_positions_is_that_of_the_folder(
-    tmp_path: Path, scaling: dict[str, Any], fields: dict[str, Any]
+    tmp_path: Path, model_type: str, scaling: dict[str, Any], fields: dict[str, Any]
 ) -> None:
-    model = random_model("qwen2", rope_scaling=scaling)
+    model = random_model(model_type, rope_scaling=scaling)
     path = write_gguf(tmp_path / "model.gguf", model, Kind.F32, fields=fields)
-    plain = write_folder(tmp_path / "plain", random_model("qwen2"))
+    plain = write_folder(tmp_path / "plain", random_model(model_type))
     own, folder = logits(folder_of(path)), logits(write_folder(tmp_path / "folder", model))
     np.testing.assert_array_equal(own, folder)
     assert not np.array_equal(own, logits(plain))
@@ -226,6 +233,25 @@ def test_the_largest_gemma_scales_queries_by_another_size(
     view = folder_of(write_gguf(tmp_path / "model.gguf", model, Kind.F16))
     config = json.loads((view / "config.json").read_text())
     assert config["query_pre_attn_scalar"] == (HEAD_DIM if num_layers == 45 else 32 // 4)
+
+
+def test_the_first_files_of_gemma_2_lack_keys(tmp_path: Path) -> None:
+    model = random_model("gemma2")
+    path = write_gguf(tmp_path / "model.gguf", model, Kind.F16)
+    data = path.read_bytes()
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window"):
+        data = data.replace(f"gemma2.{name}".encode(), f"gemma2.{name[:-1]}_".encode())
+    path.write_bytes(data)
+    config = json.loads((folder_of(path) / "config.json").read_text())
+    names = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
+    assert [config[name] for name in names] == [50, 30, 4096]
+
+
+def test_scaled_positions_of_gemma_2_are_refused(tmp_path: Path) -> None:
+    fields = {"ARCH.rope.scaling.type": "linear", "ARCH.rope.scaling.factor": 2.0}
+    path = write_gguf(tmp_path / "model.gguf", random_model("gemma2"), Kind.F16, fields=fields)
+    with pytest.raises(ModelLoadError, match="not scaled"):
+        folder_of(path)
 
 
 def test_a_split_model_is_named_by_its_first_part(tmp_path: Path) -> None:

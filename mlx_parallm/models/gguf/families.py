@@ -136,6 +136,8 @@ def named_tensors(
     family, path = family_of(fields), fields.header.path
     config = _config(fields, family, tensors)
     if rope := rope_scaling(fields, config, rope_factors):
+        if fields.architecture == "gemma2":
+            raise ModelLoadError(f"{path}: positions of Gemma 2 are not scaled.")
         config["rope_scaling"] = rope
     expected = _shapes(config, family, tensors)
     for name, shape in expected.items():
@@ -241,16 +243,18 @@ def _family_fields(fields: Fields, config: Config, tensors: Mapping[str, TensorI
         }
     if fields.architecture not in GEMMA_BIG:
         return {}
+    is_second = fields.architecture == "gemma2"
     is_big = config["num_hidden_layers"] == GEMMA_BIG[fields.architecture]
     size = config["hidden_size"] // config["num_attention_heads"]
     gemma: Config = {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": size if is_big else config["head_dim"],
-        "sliding_window": fields.size(".attention.sliding_window"),
+        "sliding_window": fields.size(".attention.sliding_window", 4096 if is_second else None),
     }
-    if fields.architecture == "gemma2":
-        names = ("attn_logit_softcapping", "final_logit_softcapping")
-        return gemma | {name: fields.real(f".{name}") for name in names}
+    if is_second:
+        # The first files of Gemma 2 have neither these keys nor the window.
+        caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+        return gemma | {name: fields.real(f".{name}", cap) for name, cap in caps.items()}
     return gemma | {
         "rope_local_base_freq": fields.real(".rope.freq_base_swa", 10000.0),
         "sliding_window_pattern": fields.size(".attention.sliding_window_pattern", SLIDING_PATTERN),
