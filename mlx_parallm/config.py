@@ -343,6 +343,7 @@ class LoadingConfig:
         min_use_s: seconds that a model stays after its load, so that those that came for it get in.
         default_model: answers requests for unknown names that begin with ``gpt-`` or ``claude-``;
             None: none does.
+        model: settings of models that are loaded later, besides their own.
     """
 
     allowed_roots: tuple[str, ...] = ()
@@ -354,6 +355,7 @@ class LoadingConfig:
     wait_s: float = 120.0
     min_use_s: float = 1.0
     default_model: str | None = None
+    model: ModelConfig = field(default_factory=ModelConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
@@ -198,9 +199,11 @@ async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
     if jobs is not None:
         jobs.start()
     app.state.load_log.start()
+    models = asyncio.ensure_future(app.state.engine.directory.watch())
     try:
         yield
     finally:
+        models.cancel()
         await app.state.load_log.stop()
         if service is not None:
             await service.stop()

@@ -8,7 +8,7 @@ import logging
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -227,6 +227,10 @@ def build_config(sourced_values: Mapping[str, SourcedValue]) -> tuple[EngineConf
     kv_cache_dtype: PerModel = parts["cache"].pop("kv_cache_dtype", PerModel())
     if kv_cache_dtype.shared is not None:
         parts["cache"]["kv_cache_dtype"] = kv_cache_dtype.shared
+    if parts["loading"].keys() & {"directories", "scans_hub_cache"}:
+        # Requests name the models; none needs to be loaded at the start.
+        parts["model"].setdefault("paths", ())
+    parts["loading"]["model"] = _of_every_model(parts["model"])
     engine = EngineConfig(
         models=_models(parts["model"], kv_cache_dtype),
         **{part: type(DEFAULTS[part])(**parts[part]) for part in ENGINE_PARTS},
@@ -247,9 +251,9 @@ def _parts(sourced_values: Mapping[str, SourcedValue]) -> dict[str, dict[str, An
         value = _parse(setting, sourced_values[setting.name], paths)
         shares |= {target: share(value) for target, share in setting.shares}
         if setting.target:
-            fields, field = parts[setting.part], setting.field
+            known, field = parts[setting.part], setting.field
             # Settings of one field, such as keys from a file, add to one another.
-            fields[field] = fields[field] + value if field in fields else value
+            known[field] = known[field] + value if field in known else value
     for target, value in shares.items():
         part, _, field = target.partition(".")
         parts[part].setdefault(field, value)
@@ -308,6 +312,15 @@ def _models(part: Mapping[str, Any], kv_cache_dtype: PerModel) -> tuple[ModelCon
         )
         for path in paths
     )
+
+
+def _of_every_model(part: Mapping[str, Any]) -> ModelConfig:
+    """Return the settings that hold for models of any name, such as those that are loaded later."""
+    names = {each.name for each in fields(ModelConfig)}
+    options = {name: value for name, value in part.items() if name in names}
+    options = {name: value for name, value in options.items() if not isinstance(value, PerModel)}
+    dtype: PerModel = part.get("dtype", PerModel())
+    return ModelConfig(**options, **({} if dtype.shared is None else {"dtype": dtype.shared}))
 
 
 def _by_model(

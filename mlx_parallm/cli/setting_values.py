@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from mlx_parallm.api.http.auth import ANY, named_host
-from mlx_parallm.config import AUTO, ModelTask, SpeculativeConfig
+from mlx_parallm.config import AUTO, MemoryBound, ModelTask, SpeculativeConfig
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.json_values import is_list, is_mapping, is_object, is_sequence
 
@@ -158,6 +158,20 @@ def size(value: Any) -> int:
 def size_or_none(value: Any) -> int:
     """Return a number of bytes as ``size`` does, or 0."""
     return 0 if str(value).strip() == "0" else size(value)
+
+
+def memory_bound(value: Any) -> MemoryBound:
+    """Return a size as ``size`` reads it, or a share of the memory: at most 1, or with a %."""
+    text = str(value).strip()
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = 2.0
+    if not isinstance(value, bool) and 0 < share <= 1 and text != "1":
+        return MemoryBound(share=share)
+    if text.endswith("%"):
+        raise ValueError("must be a share above 0 and up to 100%, or a size such as 24GiB")
+    return MemoryBound(size=size(value))
 
 
 def per_model(parse: Parse, value: Any, models: Sequence[str | None]) -> PerModel:

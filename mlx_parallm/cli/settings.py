@@ -220,11 +220,26 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("seed", "engine.seed", values.integer(0, 2**63 - 1), MODELS,
              "seed of requests without one.", metavar="N"),
     _setting("allowed-model-roots", "loading.allowed_roots", values.listed, MODELS,
-             "folders below which requests may name pooling models to load while the server runs.",
+             "folders below which requests may name models to load while the server runs.",
              metavar="FOLDER"),
     _setting("allowed-model-repos", "loading.allowed_repos", values.listed, MODELS,
-             "hub ids of pooling models that requests may load, and so download, such as "
+             "hub ids of models that requests may load, and so download, such as "
              "org/name, org/* or *; none if not given.", metavar="ID"),
+    _setting("model-dir", "loading.directories", values.listed, MODELS,
+             "folders of models: a request may name any model in them, and loads it. A model is a "
+             "folder with config.json and weights or a GGUF file, named by its path below the "
+             "folder (name, or org/name).", metavar="FOLDER"),
+    _setting("scan-hub-cache", "loading.scans_hub_cache", values.boolean, MODELS,
+             "requests may also name the models that the hub's cache has."),
+    _setting("model-ttl", "loading.ttl_s", values.number(0), MODELS,
+             "seconds after its last request until a model is evicted; never if not given. Its "
+             "next request loads it again.", metavar="S"),
+    _setting("model-wait-s", "loading.wait_s", values.number(0), MODELS,
+             "most seconds that a load waits for the requests of models that it replaces; then "
+             "it is refused with 503.", metavar="S"),
+    _setting("default-model", "loading.default_model", values.text, MODELS,
+             "the name of a model that answers requests for unknown names that begin with gpt- or "
+             "claude-; without it they are refused with 404.", metavar="NAME"),
     _setting("adapter-dir", "adapters.directory", values.text, ADAPTERS,
              "a folder of adapters (LoRA, DoRA): clients may name each folder in it as a model, "
              "which is loaded with its first request.", metavar="FOLDER"),
@@ -253,6 +268,12 @@ SETTINGS: tuple[Setting, ...] = (
         "memory that no program uses and 16 times the weights, or 1 GiB.",
         aliases=("gpu-memory-utilization",), metavar="SHARE",
     ),
+    _setting("memory", "memory.limit", values.memory_bound, MEMORY,
+             "most memory of all models together, such as 24GiB, or a share such as 0.7 of what is "
+             "free before they are loaded: weights, KV and adapters. Models that are loaded later "
+             "share it, and the least recently used ones leave it. If not given: the weights that "
+             "are loaded at the start, and the share of --kv-memory-fraction.",
+             metavar="SIZE_OR_SHARE"),
     _setting("kv-cache-memory-bytes", "cache.kv_cache_bytes", values.size, MEMORY,
              "size of the KV of all models together, such as 8GiB; it overrides the share. "
              "Exactly this much is allocated, and the start fails if it is not free. Blocks that "

@@ -32,7 +32,6 @@ from mlx_parallm.engine.ledger import Ledger
 from mlx_parallm.engine.life import END_TIMEOUT_S, EngineLife
 from mlx_parallm.engine.loader import ModelLoader
 from mlx_parallm.engine.mailbox import Mailbox, OpenStreams
-from mlx_parallm.engine.model_entry import ModelEntry
 from mlx_parallm.engine.models import EngineState, ModelMemory, QueueLoad
 from mlx_parallm.engine.policies import AdapterUpload, NamedAdapter
 from mlx_parallm.engine.residency import Residency
@@ -54,7 +53,6 @@ from mlx_parallm.types.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     ParallmError,
-    PausedError,
     RequestAbortedError,
     RequestLostError,
     ShuttingDownError,
@@ -73,6 +71,7 @@ class EngineCore:
         config: the settings it was built from.
         mailbox: the messages between the event loop and the engine thread.
         control: the commands of an operator.
+        directory: the models that requests may name.
         died: set while no thread serves: after a death, until a restarted thread has loaded.
         ended: set when the thread has died and will not be started anew.
     """
@@ -115,8 +114,9 @@ class EngineCore:
             read_limit=lambda: self._query(ReadMemoryLimit(), None),
             is_needed=self.control.is_needed,
         )
-        self._directory = ModelDirectory(config, self._residency, self.control)
-        self.control.on_changed = self._directory.note_changed
+        self.directory = ModelDirectory(config, self._residency, self.control)
+        self.control.on_changed = self.directory.note_changed
+        self.directory.scan()
         self.died = threading.Event()
         self.ended = threading.Event()
 
@@ -184,47 +184,36 @@ class EngineCore:
 
     def statuses(self) -> Sequence[ModelStatus]:
         """See ``ModelDirectory``."""
-        return self._directory.statuses()
+        return self.directory.statuses()
 
     def find(self, name: str) -> ModelStatus | None:
         """Return the model or adapter of this name; None if there is none."""
-        return self._directory.find(name)
+        return self.directory.find(name)
 
     def not_found(self, name: str) -> ModelNotFoundError:
         """Return the error for a name that nothing has; it lists what is served."""
         return self.control.names.not_found(name)
 
+    def set_ttl(self, name: str, ttl_s: float | None) -> None:
+        """See ``RequestDoor``."""
+        self.directory.set_ttl(name, ttl_s)
+
     def hold(self, model: str) -> AbstractAsyncContextManager[None]:
         """Have a model in memory while the block runs; see ``ModelDirectory``."""
-        return self._directory.hold(model)
+        return self.directory.hold(model)
 
     async def wait(self, name: str, client: str = "") -> None:
-        """Return once a model or adapter is loaded, for a client.
-
-        Raises:
-            ModelNotFoundError: it was unloaded meanwhile.
-            InvalidRequestError, NoRoomError: it cannot be loaded.
-            PausedError: it is not in memory, and the server is asleep.
-        """
-        entry, adapter = self._directory.address(name)
-        if entry is None:
-            raise ModelNotFoundError(name)
-        self._check_awake(entry)
-        async with self._directory.held(entry, client):
-            pass
-        if adapter is not None:
-            # The model is not held meanwhile, because an eviction would wait for this load, and
-            # this load for the one after the eviction.
-            await self.control.ensure_loaded(adapter.name, adapter.base)
+        """Return once a model or adapter is loaded; see ``ModelDirectory``."""
+        await self.directory.wait(name, client)
 
     async def load_model(self, load: ModelLoad) -> ModelStatus:
         """Serve one more model; return once it is loaded; see ``ModelDirectory.load``."""
         self.check_open()
-        return await self._directory.load(load)
+        return await self.directory.load(load)
 
     async def unload_model(self, name: str) -> ModelStatus:
         """Free a model's memory once its requests have ended; see ``ModelDirectory.unload``."""
-        return await self._directory.unload(name)
+        return await self.directory.unload(name)
 
     async def check_queue(self, model: str, client: str, n: int) -> None:
         """Refuse early what a queue has no room for; ``open_reader`` decides.
@@ -261,7 +250,7 @@ class EngineCore:
         """
         self.check_open()
         self.control.check_open()
-        entry, adapter = self._directory.address(request.model)
+        entry, adapter = self.directory.address(request.model)
         if entry is None:
             raise self.not_found(request.model)
         if entry.model is not None and not is_beside:
@@ -272,9 +261,7 @@ class EngineCore:
             if adapter is not None:
                 await self.control.ensure_loaded(adapter.name, base)
                 self.control.check_open()
-            if not entry.is_loaded:
-                self._check_awake(entry)
-            await self._directory.begin(entry, request)
+            await self.directory.begin(entry, request)
             assert entry.model is not None, "it is loaded"
             try:
                 # Engines are known by their model's first name only.
@@ -293,11 +280,6 @@ class EngineCore:
         else:
             await self._admit(request, adapter)
         return reader
-
-    def _check_awake(self, entry: ModelEntry) -> None:
-        """Raise PausedError for a model that is not in memory while the others have left theirs."""
-        if self.control.sleep_level and not entry.is_loaded:
-            raise PausedError
 
     async def _submit(self, request: Request, reader: EventReader) -> None:
         """Send an open request of one event, which is the refusal if it is refused."""
@@ -422,7 +404,7 @@ class EngineCore:
         """Return the memory of each model at all engines, by its first name."""
         kept: Mapping[str, int] = {}
         cache_bytes = await self._query(ReadCacheBytes(), kept)
-        return self._directory.memory(cache_bytes, len(self._life.readiness()))
+        return self.directory.memory(cache_bytes, len(self._life.readiness()))
 
     async def render_metrics(self) -> tuple[bytes, str]:
         """Return the Prometheus exposition and its content type."""

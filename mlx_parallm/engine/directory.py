@@ -5,31 +5,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.config import EngineConfig
 from mlx_parallm.confinement import check_name
 from mlx_parallm.engine.adapter_control import with_adapter
+from mlx_parallm.engine.catalogue import Catalogue, FoundModel
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.kind import ModelLoad
+from mlx_parallm.engine.ledger import Claim
 from mlx_parallm.engine.model_entry import ModelEntry
 from mlx_parallm.engine.models import ModelMemory
 from mlx_parallm.engine.policies import NamedAdapter
 from mlx_parallm.engine.residency import Residency
-from mlx_parallm.engine.sources import MODEL, ModelSources
+from mlx_parallm.engine.sources import MODEL, ModelSources, default_for
 from mlx_parallm.engine.status import ModelState, ModelStatus
 from mlx_parallm.types.errors import (
     ConfigError,
     InvalidRequestError,
     ModelLoadError,
     ModelNotFoundError,
+    PausedError,
 )
 from mlx_parallm.types.work import Request
 
 logger = logging.getLogger(__name__)
+
+# SCAN_S: seconds between two looks at the folders of models.
+SCAN_S = 10.0
 
 
 class ModelDirectory:
@@ -39,9 +46,11 @@ class ModelDirectory:
         """Prepare; ``residency`` has the models, ``control`` the names of adapters."""
         self._residency = residency
         self._control = control
-        self._defaults = config.models[0] if config.models else ModelConfig()
+        self._defaults = config.loading.model
         paths = [model.path for model in config.models if model.path is not None]
         self._sources = ModelSources(config.loading, paths)
+        self._loading = config.loading
+        self._catalogue = Catalogue(config.loading)
 
     def statuses(self) -> Sequence[ModelStatus]:
         """Return all models that requests may name, and those that are being loaded.
@@ -86,7 +95,53 @@ class ModelDirectory:
         adapter = self._control.names.named(name) if entry is None else None
         if adapter is not None:
             entry = self._residency.by_name.get(adapter.base)
+        elif entry is None and (alias := default_for(name, self._loading)) is not None:
+            entry = self._residency.by_name.get(alias)
         return entry, adapter
+
+    def set_ttl(self, name: str, ttl_s: float | None) -> None:
+        """See ``RequestDoor``."""
+        entry, _ = self.address(name)
+        if entry is not None:
+            self._residency.set_ttl(entry, ttl_s)
+
+    def expires_in_s(self, name: str) -> float | None:
+        """Return in how many seconds a model is evicted unless a request comes; None: never."""
+        entry, _ = self.address(name)
+        if entry is None or math.isinf(entry.expires_s):
+            return None
+        return max(0.0, entry.expires_s - asyncio.get_running_loop().time())
+
+    def claims(self) -> tuple[Sequence[Claim], int | None]:
+        """Return the memory that is promised to models, and its limit; None if it is not known."""
+        return self._residency.ledger.claims(), self._residency.ledger.limit
+
+    async def watch(self) -> None:
+        """List the models that lie in folders, and count the idle time of loaded ones, for ever."""
+        self._residency.start_timers()
+        await self._residency.settle()
+        while self._catalogue:
+            self.list_found(await asyncio.to_thread(self._catalogue.scan))
+            await asyncio.sleep(SCAN_S)
+
+    def scan(self) -> None:
+        """List the models that lie in folders."""
+        self.list_found(self._catalogue.scan())
+
+    def list_found(self, models: Mapping[str, FoundModel]) -> None:
+        """Let requests name the models that lie in folders, and not those that lie there no more.
+
+        What is or was loaded stays as it is.
+        """
+        for entry in self._residency.entries():
+            if entry.is_listed and entry.is_untouched and entry.name not in models:
+                self._residency.remove(entry)
+        for model in models.values():
+            if self.find(model.name) is None:
+                config = replace(self._defaults, path=str(model.path), served_names=(model.name,))
+                entry = ModelEntry(config, (model.name,), is_listed=True)
+                entry.size_bytes = model.size_bytes
+                self._residency.add(entry)
 
     @contextlib.asynccontextmanager
     async def hold(self, model: str) -> AsyncGenerator[None]:
@@ -95,6 +150,7 @@ class ModelDirectory:
         Raises:
             ModelNotFoundError: none has the name.
             InvalidRequestError, NoRoomError: it cannot be loaded.
+            PausedError: it is not in memory, and the server is asleep.
         """
         entry = self._residency.by_name.get(model)
         if entry is None:
@@ -102,11 +158,22 @@ class ModelDirectory:
         async with self.held(entry):
             yield
 
+    async def wait(self, name: str, client: str) -> None:
+        """Return once a model or adapter is loaded, for a client; raise as ``hold`` does."""
+        entry, adapter = self.address(name)
+        if entry is None:
+            raise ModelNotFoundError(name)
+        async with self.held(entry, client):
+            pass
+        if adapter is not None:
+            # The model is not held meanwhile, because an eviction would wait for this load, and
+            # this load for the one after the eviction.
+            await self._control.ensure_loaded(adapter.name, adapter.base)
+
     @contextlib.asynccontextmanager
     async def held(self, entry: ModelEntry, client: str = "") -> AsyncGenerator[None]:
         """Have a model in memory for a client while the block runs; raise as ``hold`` does."""
-        with _load_failures():
-            await self._residency.begin(entry, client)
+        await self._begin(entry, client)
         try:
             yield
         finally:
@@ -117,8 +184,16 @@ class ModelDirectory:
         if entry.is_loaded:
             await self._residency.begin(entry)
             return
-        with _load_failures():
-            await self._residency.begin(entry, request.work().client)
+        await self._begin(entry, request.work().client)
+
+    async def _begin(self, entry: ModelEntry, client: str) -> None:
+        if self._control.sleep_level and not entry.is_loaded:
+            # The others have left their memory to somebody else.
+            raise PausedError
+        try:
+            await self._residency.begin(entry, client)
+        except (ModelLoadError, ConfigError) as problem:
+            raise InvalidRequestError(str(problem), param=MODEL) from problem
 
     def note_changed(self, name: str, folder: Path | None) -> None:
         """Note new weights of a model: all from a folder, or some of them.
@@ -148,7 +223,7 @@ class ModelDirectory:
             )
         entry.is_pinned = entry.is_pinned or load.is_pinned
         if load.ttl_s is not None:
-            entry.ttl_s = load.ttl_s
+            entry.ttl_s = None if math.isinf(load.ttl_s) else load.ttl_s
         try:
             async with self.held(entry):
                 pass
@@ -178,6 +253,11 @@ class ModelDirectory:
             raise InvalidRequestError(f"{name} {entry.refuses_unload}", param=MODEL)
         # The model is unloaded even if the caller is cancelled.
         await asyncio.shield(asyncio.ensure_future(self._residency.unload(entry)))
+        if entry.is_listed:
+            # It lies in its folder still, where a request finds it again.
+            self._residency.add(
+                ModelEntry(entry.config, entry.names, is_listed=True, size_bytes=entry.size_bytes)
+            )
         await self._control.refresh()
         self._control.note_unloaded(entry.names[0])
         logger.info("unloaded %s", entry.names[0])
@@ -201,15 +281,6 @@ class ModelDirectory:
             max_model_len_is_own=load.max_model_len is not None,
         )
         return ModelEntry(config, names, is_pinned=load.is_pinned, ttl_s=load.ttl_s)
-
-
-@contextlib.contextmanager
-def _load_failures() -> Generator[None]:
-    """Raise what is wrong with a model, or with its settings, as the caller's error."""
-    try:
-        yield
-    except (ModelLoadError, ConfigError) as problem:
-        raise InvalidRequestError(str(problem), param=MODEL) from problem
 
 
 def _name_is_taken(name: str) -> InvalidRequestError:

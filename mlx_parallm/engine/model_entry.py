@@ -66,6 +66,11 @@ class ModelEntry:
         return self.names[0]
 
     @property
+    def is_untouched(self) -> bool:
+        """True if it was never loaded, and nobody waits for that."""
+        return self.model is None and self.loading is None
+
+    @property
     def refuses_unload(self) -> str | None:
         """Return why it cannot leave the memory, after its name; None if it can."""
         return None if self.model is None else self.model.refuses_unload
@@ -126,6 +131,5 @@ class ModelEntry:
             is_pinned=self.is_pinned,
             model=self.model,
             ttl_s=self.ttl_s,
-            expires_s=None if math.isinf(self.expires_s) else self.expires_s,
             size_bytes=self.size_bytes,
         )

@@ -55,6 +55,8 @@ class Residency:
         self._turns = LoadTurns()
         self._clock = count(1)
         self._tasks: set[asyncio.Future[None]] = set()
+        # Set once a model that is being unloaded is gone, by its first name.
+        self._leaving: dict[str, asyncio.Event] = {}
         # The first names of the models that were loaded at the start, and unloaded since.
         self._unloaded: set[str] = set()
         self._read_limit = read_limit
@@ -82,7 +84,7 @@ class Residency:
         self.ledger.restart(claims, None)
         self._is_settled = False
 
-    async def _settle(self) -> None:
+    async def settle(self) -> None:
         """Unload what was unloaded before a restart, and bound the memory of models."""
         if self._is_settled:
             return
@@ -101,6 +103,11 @@ class Residency:
         if entry.ttl_s is None:
             entry.ttl_s = self._config.ttl_s
         self.by_name |= dict.fromkeys(entry.names, entry)
+
+    def remove(self, entry: ModelEntry) -> None:
+        """Let no request name a model any more; those that run go on."""
+        entry.is_gone = True
+        self.by_name = {name: other for name, other in self.by_name.items() if other is not entry}
 
     async def begin(self, entry: ModelEntry, client: str = "") -> None:
         """Have a model in memory for a request of a client, until ``end``.
@@ -136,16 +143,20 @@ class Residency:
 
     async def unload(self, entry: ModelEntry) -> None:
         """Admit no more requests of a model, wait for those that run, and free its memory."""
-        entry.is_gone = True
-        self.by_name = {name: other for name, other in self.by_name.items() if other is not entry}
-        # Loads of other models need not wait for its requests.
-        await entry.idle.wait()
-        async with self._turns.turn():
+        self.remove(entry)
+        left = self._leaving[entry.name] = asyncio.Event()
+        try:
+            # Loads of other models need not wait for its requests.
             await entry.idle.wait()
-            if entry.is_loaded:
-                await self._evict(entry)
-            await self._loader.forget(entry.name)
-            self._unloaded.add(entry.name)
+            async with self._turns.turn():
+                await entry.idle.wait()
+                if entry.is_loaded:
+                    await self._evict(entry)
+                await self._loader.forget(entry.name)
+                self._unloaded.add(entry.name)
+        finally:
+            del self._leaving[entry.name]
+            left.set()
 
     def set_ttl(self, entry: ModelEntry, ttl_s: float | None) -> None:
         """Evict a model after so many idle seconds from now on; None: never."""
@@ -172,9 +183,12 @@ class Residency:
     async def _load(self, entry: ModelEntry, client: str) -> None:
         """Load a model, and admit all requests that wait for it before a load can evict it."""
         failure: Exception | None = None
+        # A model of the same name may have requests that end before it leaves.
+        while (left := self._leaving.get(entry.name)) is not None and not entry.is_gone:
+            await left.wait()
         async with self._turns.turn(client):
             try:
-                await self._settle()
+                await self.settle()
                 if not entry.is_loaded:
                     await self._bring(entry)
             except Exception as problem:  # noqa: BLE001 - it is raised for the requests that wait

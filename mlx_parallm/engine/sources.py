@@ -13,6 +13,15 @@ from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
 MODEL = "model"
 
 
+# FOREIGN: how the names begin that clients of other services send, whatever is served.
+FOREIGN = ("gpt-", "claude-")
+
+
+def default_for(name: str, config: LoadingConfig) -> str | None:
+    """Return the model that answers for an unknown name; None if none does."""
+    return config.default_model if name.startswith(FOREIGN) else None
+
+
 class ModelSources:
     """Confines what requests name to what the configuration allows."""
 

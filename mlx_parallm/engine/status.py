@@ -216,7 +216,6 @@ class ModelStatus:
         model: what is known about it; None until it was loaded once.
         parent: an adapter's model, which state, progress and pin are about; None for a model.
         ttl_s: seconds after its last request until it is evicted; None: for ever.
-        expires_s: when that is, by the event loop's clock; None while requests run, or never.
         size_bytes: the bytes of its files; None if they were not looked at.
     """
 
@@ -228,7 +227,6 @@ class ModelStatus:
     model: Any
     parent: str | None = None
     ttl_s: float | None = None
-    expires_s: float | None = None
     size_bytes: int | None = None
 
     @property
@@ -282,6 +280,10 @@ class RequestDoor(Protocol):
             ModelNotFoundError: it was unloaded meanwhile.
             ModelLoadError: it cannot be loaded.
         """
+        ...
+
+    def set_ttl(self, name: str, ttl_s: float | None) -> None:
+        """Evict a model once it was idle for so many seconds; None: never. Others are ignored."""
         ...
 
     async def check_queue(self, model: str, client: str, n: int) -> None:

@@ -11,11 +11,11 @@ from typing_extensions import override
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.kind import BuildContext, Kind, ModelFolder, OpenModel
-from mlx_parallm.engine.status import RequestDoor
+from mlx_parallm.engine.status import ModelState, RequestDoor
 from mlx_parallm.generation.event_stream import EventStream
 from mlx_parallm.generation.model import GENERATION_TRAITS, GenerationModel, RequestHandle
 from mlx_parallm.generation.tokenizers import GenerationTokenizers, read_tokenizers
-from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError
 from mlx_parallm.types.request import GenerateRequest
 
 if TYPE_CHECKING:
@@ -47,18 +47,28 @@ class GenerationClient:
 
         Raises:
             ModelNotFoundError: none has it.
+            ModelLoadingError: it is loaded for the first time; see ``RequestDoor.wait``.
             InvalidRequestError: it is a pooling model.
         """
         status = self._door.find(name)
         if status is None:
             raise self._door.not_found(name)
+        if status.model is None:
+            raise ModelLoadingError(name)
         if not isinstance(status.model, GenerationModel):
             raise status.wrong_kind(name)
         return status.model
 
     async def check_room(self, model: str, client: str, n: int) -> None:
-        """Refuse ``n`` samples of a client early; see ``RequestDoor.check_queue``."""
+        """Refuse ``n`` samples of a client early; see ``RequestDoor.check_queue``.
+
+        Raises:
+            ModelLoadingError: the model is not in memory; see ``RequestDoor.wait``.
+        """
         served = self.get_model(model)
+        status = self._door.find(model)
+        if status is not None and status.state is not ModelState.LOADED:
+            raise ModelLoadingError(model)
         await self._door.check_queue(served.parent or served.names[0], client, n)
 
     async def submit(self, request: GenerateRequest) -> RequestHandle:

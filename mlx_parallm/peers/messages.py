@@ -180,6 +180,15 @@ class Wait:
     """From an HTTP process: see ``EngineCore.wait``."""
 
     name: str
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetTtl:
+    """From an HTTP process: see ``EngineCore.set_ttl``."""
+
+    name: str
+    ttl_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from mlx_parallm.peers.messages import (
     KnownModel,
     Open,
     Query,
+    SetTtl,
     Wait,
 )
 from mlx_parallm.peers.replies import send_reply
@@ -143,8 +144,10 @@ class HttpPeer:
                 self._abort(message, request_id)
             case CheckRoom(model, client, n):
                 self._begin(number, self._core.check_queue(model, client, n))
-            case Wait(name):
-                self._begin(number, self._core.wait(name))
+            case Wait(name, client):
+                self._begin(number, self._core.wait(name, client))
+            case SetTtl(name, ttl_s):
+                self._core.set_ttl(name, ttl_s)
             case Query(question, key):
                 self._begin(number, self._ask(question, key))
             case UnreadableError():

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.control import EngineControl
+from mlx_parallm.engine.directory import ModelDirectory
 from mlx_parallm.engine.kind import ModelLoad
 from mlx_parallm.engine.models import ModelMemory
 from mlx_parallm.engine.policies import AdapterInfo
@@ -63,6 +64,11 @@ class EngineClient(RequestClient, Protocol):
     @property
     def control(self) -> EngineControl:
         """Return the commands of an operator."""
+        ...
+
+    @property
+    def directory(self) -> ModelDirectory:
+        """Return the models that requests may name."""
         ...
 
     async def load_model(self, load: ModelLoad, /) -> ModelStatus:

@@ -17,6 +17,7 @@ from mlx_parallm.engine.commands import Abort
 from mlx_parallm.engine.mailbox import OpenStreams
 from mlx_parallm.engine.models import EngineState, ServedModel
 from mlx_parallm.engine.policies import AdapterInfo
+from mlx_parallm.engine.sources import default_for
 from mlx_parallm.engine.status import CheckRoom, ModelStatus
 from mlx_parallm.peers.channel import UnreadableError, pack
 from mlx_parallm.peers.messages import (
@@ -27,6 +28,7 @@ from mlx_parallm.peers.messages import (
     Open,
     Query,
     Reply,
+    SetTtl,
     StartHttp,
     Wait,
 )
@@ -112,7 +114,8 @@ class RemoteClient:
         status = self._by_name.get(name)
         adapter = self._names.named(name) if status is None else None
         if adapter is None:
-            return status
+            alias = default_for(name, self.config.loading) if status is None else None
+            return status if alias is None else self._by_name.get(alias)
         base = self._by_name.get(adapter.base)
         return None if base is None else with_adapter(base, adapter)
 
@@ -127,9 +130,13 @@ class RemoteClient:
         if limit and self._streams.num_samples * self._start.num_processes + n > limit:
             await self._ask(CheckRoom(model, client, n))
 
-    async def wait(self, name: str) -> None:
+    async def wait(self, name: str, client: str = "") -> None:
         """See ``RequestDoor``."""
-        await self._ask(Wait(name))
+        await self._ask(Wait(name, client))
+
+    def set_ttl(self, name: str, ttl_s: float | None) -> None:
+        """See ``RequestDoor``."""
+        self._wire.send(SetTtl(name, ttl_s))
 
     async def refresh(self) -> None:
         """Know the adapters as they are now: every answer comes after the latest catalog."""

@@ -52,12 +52,14 @@ class Dialect:
         error_model: the form of that object, for the documentation.
         statuses: the protocol's own statuses, by OpenAI's.
         id_header: a second header for the request's id.
+        has_events: True if its streams are server-sent events.
     """
 
     error_body: Callable[[Failure, str | None], dict[str, Any]]
     error_model: type[BaseModel]
     statuses: Mapping[int, int] = field(default_factory=dict[int, int])
     id_header: str | None = None
+    has_events: bool = True
 
 
 def openai_error(failure: Failure, request_id: str | None) -> dict[str, Any]:

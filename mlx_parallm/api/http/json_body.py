@@ -24,8 +24,8 @@ from typing_extensions import override
 from mlx_parallm.api.http.errors import handler_of
 from mlx_parallm.api.http.forms import NullIsAbsent
 from mlx_parallm.api.http.headers import headers_of
-from mlx_parallm.serving.interface import RequestClient
-from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError
+from mlx_parallm.api.http.model_loads import with_loads
+from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import (
     MAX_ENTRIES,
     MAX_VALUES,
@@ -282,24 +282,17 @@ class JsonRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_json(plain_request: Request) -> Response:
-            return await self._handle(
-                JsonRequest(plain_request.scope, plain_request.receive), handle
-            )
+            request = JsonRequest(plain_request.scope, plain_request.receive)
+            response = await self._handle(request, handle)
+            assert response is not None, "FastAPI's handler answers every request"
+            return response
 
         return handle_json
 
     async def _handle(
-        self, request: JsonRequest, handle: Callable[[JsonRequest], Awaitable[R]]
-    ) -> R:
-        try:
-            response = await handle(request)
-        except ModelLoadingError as problem:
-            if not self.repeats:
-                raise
-            engine: RequestClient = request.app.state.engine
-            await engine.wait(problem.name)
-            # So far only the body was read, which the request keeps.
-            response = await handle(request)
+        self, request: JsonRequest, handle: Callable[[JsonRequest], Awaitable[Response | None]]
+    ) -> Response | None:
+        response = await (with_loads(request, handle) if self.repeats else handle(request))
         if self._form is not None and response is not None:
             tell_ignored(response, ignored_names(self._form, request.value))
         return response

@@ -16,4 +16,4 @@ def ollama_error(failure: Failure, request_id: str | None) -> dict[str, Any]:
     return {"error": message if is_named else f"{param}: {message}"}
 
 
-OLLAMA = Dialect(error_body=ollama_error, error_model=OllamaError)
+OLLAMA = Dialect(error_body=ollama_error, error_model=OllamaError, has_events=False)

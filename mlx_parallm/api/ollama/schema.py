@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import math
-import re
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import (
     AliasChoices,
     BaseModel,
-    BeforeValidator,
     Field,
     StrictBool,
     StrictInt,
     StrictStr,
-    WithJsonSchema,
 )
 
 from mlx_parallm.api.http.forms import INT64, MAX_MESSAGES, NullIsAbsent, Number, OpenForm
+from mlx_parallm.api.http.keep_alive import KeepAlive
 from mlx_parallm.api.pooling.inputs.schema import Dimensions, Texts
 from mlx_parallm.api.turns.fields import ANY_GENERATOR, MAX_STOPS
 from mlx_parallm.api.turns.images import ImageUrls
 
-# DURATION: Go's durations, such as "1h30m" and "-1s".
-_PART = r"\d+(?:\.\d*)?(ns|us|µs|ms|s|m|h)"
-DURATION = re.compile(rf"[+-]?(?:{_PART})+")
-UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-MAX_DURATION_CHARS = 64
 #: Settings of llama.cpp's memory and threads, which clients send routinely.
 OF_THE_LOADER = frozenset(
     [
@@ -35,36 +27,6 @@ OF_THE_LOADER = frozenset(
         "embedding_only",
     ]
 )
-
-
-def _seconds(value: object) -> float:
-    """Return a time in seconds, infinite for a negative one, as Ollama reads ``keep_alive``."""
-    if isinstance(value, str):
-        value = _read_duration(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise ValueError('must be seconds, or a duration such as "5m"; negative is for ever')
-    return math.inf if value < 0 else float(value)
-
-
-def _read_duration(text: str) -> float | None:
-    """Return a duration in seconds; None if it is none. A number alone is seconds."""
-    if len(text) > MAX_DURATION_CHARS:
-        return None
-    if re.fullmatch(r"[+-]?\d+", text):
-        return float(text)
-    if not DURATION.fullmatch(text):
-        return None
-    parts = re.finditer(_PART, text)
-    size = sum(float(part[0].removesuffix(part[1])) * UNITS_S[part[1]] for part in parts)
-    return -size if text.startswith("-") else size
-
-
-KeepAlive = Annotated[
-    float | None,
-    BeforeValidator(_seconds),
-    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]}),
-    Field(description='Seconds or "5m": the time in memory after this request; -1 is for ever.'),
-]
 
 
 class Options(OpenForm):

@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from mlx_parallm.api.http.forms import INT64, MAX_BIASES, NullIsAbsent, Number, VocabularyIds
+from mlx_parallm.api.http.keep_alive import KeepAliveFields
 from mlx_parallm.types.beams import MAX_BEAMS, BeamParams
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list, is_mapping, is_sequence
@@ -401,7 +402,7 @@ class SamplingFields(NullIsAbsent):
                 )
 
 
-class SamplingRequest(QueueFields, SamplingFields):
+class SamplingRequest(KeepAliveFields, QueueFields, SamplingFields):
     """A request for samples of one model, whose tokens are chosen as ``SamplingFields`` say."""
 
     truncate_prompt_tokens: StrictInt | None = Field(

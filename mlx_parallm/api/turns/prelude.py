@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 
 from mlx_parallm.api.http.auth import caller_of
 from mlx_parallm.api.http.declared import TOKENIZE_HINT
+from mlx_parallm.api.http.keep_alive import note_keep_alive
 from mlx_parallm.api.http.offload import in_thread, on_body
 from mlx_parallm.api.http.scopes import engine_for
 from mlx_parallm.api.turns.generation import Fields, Generation, named_by
@@ -62,6 +63,9 @@ def generator(
             error.param = field if adapter is not None else error.param
             raise
     name = adapter or model or chosen.names[0]
+    if name == model and chosen.parent is None and name not in chosen.names:
+        # The default model answers for a name that is not served.
+        name = chosen.names[0]
     if not takes_sources:
         refuse_sources(chosen, name)
     return name, chosen
@@ -246,6 +250,7 @@ class Prelude:
             await GENERATION.client(self.engine).check_room(
                 model.names[0], self.client, num_prompts * n
             )
+            note_keep_alive(self.request, self.engine, model.names[0])
         return Admitted(self, name, model)
 
 

@@ -15,6 +15,7 @@ from mlx_parallm.api.control.weights.schema import FolderPath, Name
 from mlx_parallm.api.http.declared import Access
 from mlx_parallm.api.http.dependencies import EngineDep
 from mlx_parallm.api.http.forms import OpenForm
+from mlx_parallm.api.http.keep_alive import KeepAlive
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.config import ModelTask
@@ -54,6 +55,8 @@ def model_card(name: str, status: ModelStatus, memory: Mapping[str, ModelMemory]
         "progress": round(status.progress, 3),
         "memory": parts and {f"{part}_bytes": size for part, size in asdict(parts).items()},
         "pinned": status.is_pinned,
+        "size_bytes": status.size_bytes,
+        "ttl": status.ttl_s,
     }
     if model is not None:
         card |= model.card()
@@ -122,6 +125,7 @@ class LoadModel(OpenForm):
         None, ge=1, description="Longest input in tokens; the model's own by default."
     )
     pin: StrictBool = Field(False, description="True keeps it in memory until it is unloaded.")
+    ttl: KeepAlive = None
 
 
 class UnloadModel(OpenForm):
@@ -152,7 +156,7 @@ async def list_models(
     adapters = [_status(engine, name) for name in (*loaded, *engine.control.unloaded())]
     num_defaults = sum(each.is_default for each in statuses)
     ordered = (*statuses[:num_defaults], *adapters, *statuses[num_defaults:])
-    cards = [model_card(name, each, memory) for each in ordered for name in each.names]
+    cards = [_card(engine, name, each, memory) for each in ordered for name in each.names]
     if anthropic_version is not None:
         return anthropic_page(cards, limit=size, after=after_id, before=before_id)
     return {"object": "list", "data": cards}
@@ -166,8 +170,34 @@ async def retrieve_model(
 
     With the header ``anthropic-version`` it has Anthropic's form.
     """
-    card = model_card(model_id, _status(engine, model_id), await engine.memory())
+    card = _card(engine, model_id, _status(engine, model_id), await engine.memory())
     return card if anthropic_version is None else anthropic_model(card)
+
+
+@routes.get("/v1/memory")
+async def read_memory(engine: EngineDep) -> dict[str, Any]:
+    """List the memory that is promised to models on each device, and what is left of its limit.
+
+    The limit is null until it is known: with the first load while the server runs.
+    """
+    claims, limit = engine.directory.claims()
+    promised = sum(claim.num_bytes for claim in claims)
+    return {
+        "object": "memory",
+        "limit_bytes": limit,
+        "promised_bytes": promised,
+        "free_bytes": None if limit is None else limit - promised,
+        "claims": [
+            {"model": claim.model, "what": claim.what, "bytes": claim.num_bytes} for claim in claims
+        ],
+    }
+
+
+def _card(
+    engine: EngineClient, name: str, status: ModelStatus, memory: Mapping[str, ModelMemory]
+) -> dict[str, Any]:
+    left_s = engine.directory.expires_in_s(name)
+    return model_card(name, status, memory) | {"expires_in_s": left_s and round(left_s, 3)}
 
 
 def _page_size(limit: str) -> int:
@@ -187,9 +217,9 @@ def _status(engine: EngineClient, name: str) -> ModelStatus:
 async def load_model(body: LoadModel, engine: EngineDep) -> dict[str, Any]:
     """Load a model; the answer comes once it is loaded."""
     alike = body.model_dump(include={"model", "task", "dtype", "revision", "max_model_len"})
-    wanted = ModelLoad(names=tuple(body.name), is_pinned=body.pin, **alike)
+    wanted = ModelLoad(names=tuple(body.name), is_pinned=body.pin, ttl_s=body.ttl, **alike)
     status = await engine.load_model(wanted)
-    return model_card(status.names[0], status, await engine.memory())
+    return _card(engine, status.names[0], status, await engine.memory())
 
 
 @routes.post("/v1/models/unload", access=Access.ADMIN)

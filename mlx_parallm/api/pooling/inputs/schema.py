@@ -15,6 +15,7 @@ from pydantic import (
 
 from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.http.forms import OpenForm
+from mlx_parallm.api.http.keep_alive import KeepAliveFields
 from mlx_parallm.api.pooling.inputs.encode import Reading
 from mlx_parallm.api.turns.fields import TemplateKwargs, TurnEndFields
 from mlx_parallm.types.json_values import is_list
@@ -96,7 +97,7 @@ PromptName = Annotated[
 ]
 
 
-class PoolingFields(OpenForm):
+class PoolingFields(KeepAliveFields, OpenForm):
     """The model, and the limit on the length of inputs."""
 
     model: StrictStr | None = Field(None, description="Default: the first model with this task.")
