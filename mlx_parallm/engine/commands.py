@@ -130,6 +130,7 @@ class StateJournal:
     Attributes:
         models: what loads a model that was loaded later, by its first name.
         unloaded: the first names of models that were loaded at the start, and unloaded since.
+        resized: what gave a model another amount of memory, likewise.
         weights: of models whose weights have changed, likewise.
         adapters: what loads an adapter, by its model's first name and its own.
         is_paused: True if no steps are begun.
@@ -141,6 +142,7 @@ class StateJournal:
     models: dict[str, Sequence[EngineCommand[Any]]] = field(
         default_factory=dict[str, "Sequence[EngineCommand[Any]]"]
     )
+    resized: dict[str, EngineCommand[Any]] = field(default_factory=dict[str, "EngineCommand[Any]"])
     unloaded: set[str] = field(default_factory=set[str])
     weights: dict[str, WeightsHistory] = field(default_factory=dict[str, "WeightsHistory"])
     adapters: dict[tuple[str, str], EngineCommand[Any]] = field(

@@ -97,6 +97,10 @@ class ModelLoader:
             pass
         await self._door.call(UnloadModel(name))
 
+    async def resize(self, name: str, num_bytes: int) -> ServedModel | None:
+        """Give an idle model so many bytes besides its weights; None if they cannot change."""
+        return await self._door.call(ResizeMemory(name, num_bytes))
+
     async def forget(self, name: str) -> None:
         """Forget the adapters of a model that was dropped and does not come back."""
         await self._door.call(ForgetAdapters(name))
@@ -248,18 +252,8 @@ class CommitLoad(Change, EngineCommand[ServedModel]):
         del loop.pending[self.number]
         pending.close()
         assert built.engine is not None
-        self._join(built.engine, loop)
-        loop.add(name, built.engine)
+        _join(name, built.engine, loop)
         return built.model
-
-    def _join(self, engine: ServedEngine, loop: LoopState) -> None:
-        """Pause a new engine, and let it sleep, as the others are by now."""
-        others = loop.engines.values()
-        engine.is_paused = any(other.is_paused for other in others)
-        if engine.live is not None:
-            engine.live.begin_hashing()
-            if any(other.live is not None and other.live.asleep for other in others):
-                engine.live.sleep(2)
 
     @override
     def noted(self, journal: StateJournal, result: ServedModel) -> None:
@@ -267,6 +261,34 @@ class CommitLoad(Change, EngineCommand[ServedModel]):
         grant = journal.pending.pop(("grant", self.number), None)
         granted = () if grant is None else (grant,)
         journal.models[result.names[0]] = (begin, *granted, FinishLoad(self.number), self)
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeMemory(Change, EngineCommand[ServedModel | None]):
+    """Give an idle model so many bytes besides its weights; None if it is not there, or cannot.
+
+    What it had computed before is forgotten, except what is kept outside of the device's memory.
+    """
+
+    name: str
+    num_bytes: int
+
+    def __call__(self, loop: LoopState) -> ServedModel | None:
+        """Apply the command."""
+        engine = loop.engines.get(self.name)
+        if engine is None or (engine.live is not None and engine.live.asleep):
+            return None
+        loop.deliver(engine.settle())
+        built = engine.resized(self.num_bytes)
+        if built is None:
+            return None
+        assert built.engine is not None
+        _join(self.name, built.engine, loop)
+        return built.model
+
+    @override
+    def noted(self, journal: StateJournal, result: ServedModel | None) -> None:
+        journal.resized[self.name] = self
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,5 +341,17 @@ class UnloadModel(Change, EngineCommand[None]):
 
     @override
     def noted(self, journal: StateJournal, result: object) -> None:
+        journal.resized.pop(self.name, None)
         if journal.models.pop(self.name, None) is None:
             journal.unloaded.add(self.name)
+
+
+def _join(name: str, engine: ServedEngine, loop: LoopState) -> None:
+    """Let a new engine take turns; it is paused, and sleeps, as the others are by now."""
+    others = loop.engines.values()
+    engine.is_paused = any(other.is_paused for other in others)
+    if engine.live is not None:
+        engine.live.begin_hashing()
+        if any(other.live is not None and other.live.asleep for other in others):
+            engine.live.sleep(2)
+    loop.add(name, engine)

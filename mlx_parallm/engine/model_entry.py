@@ -34,6 +34,7 @@ class ModelEntry:
         loaded_s: when it was loaded, by the event loop's clock.
         expires_s: when it is evicted unless a request comes before, by the same clock.
         idle: set while ``num_open`` is 0.
+        full_kv: bytes of KV that it had before it gave some back for others; 0 if it did not.
         size_bytes: the bytes of its files, if they were looked at before it was loaded.
     """
 
@@ -55,6 +56,7 @@ class ModelEntry:
     expires_s: float = math.inf
     timer: asyncio.TimerHandle | None = None
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    full_kv: int = 0
     size_bytes: int | None = None
 
     def __post_init__(self) -> None:

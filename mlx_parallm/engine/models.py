@@ -13,6 +13,7 @@ from mlx_parallm.engine.turns import TurnTaker
 from mlx_parallm.types.work import Event, EventReader, StateCache
 
 if TYPE_CHECKING:
+    from mlx_parallm.engine.kind import BuiltModel
     from mlx_parallm.engine.live_weights import LiveWeights
     from mlx_parallm.engine.policies import NamedAdapter, Policies
     from mlx_parallm.worker.worker import Worker
@@ -88,6 +89,15 @@ class ServedEngine(TurnTaker, Protocol):
     def release(self) -> None:
         """Free the memory of the model, which has no requests."""
         ...
+
+    def resized(self, num_bytes: int) -> BuiltModel | None:
+        """Return the model with so many bytes of memory besides its weights, in another engine.
+
+        This one, which has no requests, steps no more. By default it is None: the memory of a model
+        does not change.
+        """
+        del num_bytes
+        return None
 
     def reset_cache(self, *, reset_running: bool = False, reset_external: bool = True) -> None:
         """Forget what was computed before; ``reset_running`` recomputes what runs.
@@ -246,6 +256,14 @@ class ServedModel(Protocol):
     def memory(self) -> ModelMemory:
         """The memory of a loaded model, without its adapters and kept results."""
         ...
+
+    @property
+    def kv_memory(self) -> tuple[int, int]:
+        """The bytes of its KV, states after prefixes included, and the least that it serves with.
+
+        By default the latter are the same: they do not change.
+        """
+        return self.memory.kv, self.memory.kv
 
     def facts(self) -> Mapping[str, Any]:
         """Return ``info`` by name."""

@@ -63,7 +63,7 @@ class Residency:
         self._is_settled = False
         self.by_name: dict[str, ModelEntry] = {}
         self.ledger = ledger
-        self._room = RoomMaker(ledger, self.entries, self._evict, self._shrink, is_needed, config)
+        self._room = RoomMaker(ledger, self.entries, self._evict, loader.resize, is_needed, config)
 
     def entries(self) -> list[ModelEntry]:
         """Return all models that requests may name, in the order they were given."""
@@ -152,6 +152,7 @@ class Residency:
                 await entry.idle.wait()
                 if entry.is_loaded:
                     await self._evict(entry)
+                    await self._room.grow_idle()
                 await self._loader.forget(entry.name)
                 self._unloaded.add(entry.name)
         finally:
@@ -179,6 +180,7 @@ class Residency:
             if is_due and entry.may_leave and not entry.num_open:
                 logger.info("%s is evicted, as it was idle for %g s", entry.name, entry.ttl_s)
                 await self._evict(entry)
+                await self._room.grow_idle()
 
     async def _load(self, entry: ModelEntry, client: str) -> None:
         """Load a model, and admit all requests that wait for it before a load can evict it."""
@@ -218,7 +220,7 @@ class Residency:
             for each in idle:
                 await self._evict(each)
             entry.model = await self._read(entry)
-        entry.is_loaded, entry.progress = True, 1.0
+        entry.is_loaded, entry.progress, entry.full_kv = True, 1.0, 0
         entry.loaded_s = asyncio.get_running_loop().time()
         self._unloaded.discard(entry.name)
 
@@ -243,9 +245,6 @@ class Residency:
         await self._loader.drop(entry.name)
         self.ledger.release(entry.name)
 
-    async def _shrink(self, entry: ModelEntry) -> None:
-        """Let an idle model give back KV beyond one context."""
-
 
 def _started(
     started: StartedModel, before: dict[str, ModelEntry], ttl_s: float | None
@@ -262,7 +261,7 @@ def _started(
 
 def _claims(entry: ModelEntry) -> list[Claim]:
     assert entry.model is not None, "it is loaded"
-    parts = {WEIGHTS: entry.model.memory.weights, KV: entry.model.memory.kv}
+    parts = {WEIGHTS: entry.model.memory.weights, KV: entry.model.kv_memory[0]}
     kind = entry.model.traits.name
     return [
         Claim(model=entry.name, kind=kind, what=what, num_bytes=size)

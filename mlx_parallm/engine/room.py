@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from mlx_parallm.config import LoadingConfig
 from mlx_parallm.engine.kind import MemoryWish
 from mlx_parallm.engine.ledger import KV, Claim, Ledger
 from mlx_parallm.engine.model_entry import ModelEntry
-from mlx_parallm.engine.models import KindTraits
+from mlx_parallm.engine.models import KindTraits, ServedModel
 from mlx_parallm.types.errors import ModelLoadError, NoRoomError
 from mlx_parallm.units import readable_bytes
 
@@ -30,7 +31,7 @@ class RoomMaker:
         ledger: Ledger,
         entries: Callable[[], Sequence[ModelEntry]],
         evict: Callable[[ModelEntry], Awaitable[None]],
-        shrink: Callable[[ModelEntry], Awaitable[None]],
+        resize: Callable[[str, int], Awaitable[ServedModel | None]],
         is_needed: Callable[[str], bool],
         config: LoadingConfig,
     ) -> None:
@@ -40,14 +41,14 @@ class RoomMaker:
             ledger: has the claims.
             entries: returns all models.
             evict: frees the memory of an idle model, and its claims.
-            shrink: lets an idle model give back KV beyond one context.
+            resize: see ``ModelLoader.resize``.
             is_needed: True if work that is no request needs the model of this first name.
             config: has the times to wait.
         """
         self._ledger = ledger
         self._entries = entries
         self._evict = evict
-        self._shrink = shrink
+        self._resize_kv = resize
         self._is_needed = is_needed
         self._config = config
 
@@ -170,3 +171,40 @@ class RoomMaker:
 
     def _bytes_of(self, entry: ModelEntry) -> int:
         return sum(claim.num_bytes for claim in self._ledger.claims(entry.name))
+
+    async def _shrink(self, entry: ModelEntry) -> None:
+        """Let an idle model give back KV beyond one context; it gets that back later."""
+        assert entry.model is not None, "it is loaded"
+        num_bytes, least = entry.model.kv_memory
+        if least < num_bytes:
+            entry.full_kv = max(entry.full_kv, num_bytes)
+            await self._resize(entry, least)
+
+    async def grow_idle(self) -> None:
+        """Give idle models the KV back that they gave for others, as far as there is room."""
+        for entry in sorted(self._entries(), key=lambda each: -each.used):
+            if not self._may_leave(entry) or entry.num_open or entry.model is None:
+                continue
+            num_bytes, _ = entry.model.kv_memory
+            kind = entry.model.traits.name
+            claim = Claim(model=entry.name, kind=kind, what=KV, num_bytes=entry.full_kv)
+            room = self._ledger.room(claim)
+            wanted = entry.full_kv if room is None else min(entry.full_kv, room)
+            if wanted > num_bytes:
+                await self._resize(entry, wanted)
+
+    async def _resize(self, entry: ModelEntry, num_bytes: int) -> None:
+        """Give an idle model so many bytes of KV; its requests wait meanwhile."""
+        assert entry.model is not None, "it is loaded"
+        claim = Claim(model=entry.name, kind=entry.model.traits.name, what=KV, num_bytes=num_bytes)
+        before = self._ledger.num_bytes(entry.name, KV)
+        if num_bytes > before:
+            self._ledger.promise(claim)
+        # Requests that arrive from now on wait for their turn, as for a load.
+        entry.is_loaded = False
+        try:
+            entry.model = await self._resize_kv(entry.name, num_bytes) or entry.model
+        finally:
+            entry.is_loaded = True
+            after = replace(claim, num_bytes=min(num_bytes, entry.model.kv_memory[0]))
+            self._ledger.promise(after)

@@ -5,8 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 
-from mlx_parallm.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from mlx_parallm.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 from mlx_parallm.demo_models.folders import DEMO_NAME
 from mlx_parallm.engine.device import DeviceAdapters, DeviceWeights
 from mlx_parallm.engine.kind import BuildContext, BuiltModel, ModelFolder
@@ -14,7 +21,7 @@ from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.generation.device_runner import DeviceRunner
 from mlx_parallm.generation.engine import GenerationEngine
-from mlx_parallm.generation.kv_cache.budget import KVShare
+from mlx_parallm.generation.kv_cache.budget import KVShare, share_budget
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.kv_cache.opening import make_snapshots, open_tiers
 from mlx_parallm.generation.kv_cache.tiers import Tiers
@@ -42,6 +49,7 @@ from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.load.plan import GenerationPlan
 from mlx_parallm.worker.generation.load.remembered import LoadMemory
 from mlx_parallm.worker.generation.warm_up import WarmUp
+from mlx_parallm.worker.ops import Resize
 from mlx_parallm.worker.weights.revision import folder_revision
 
 logger = logging.getLogger(__name__)
@@ -171,7 +179,40 @@ def assembled(
     )
     identity = _identity(loaded, plan, context.worker.ranks)
     engine = _engine(loaded, share, runner, grammars, identity, context, kept)
+    engine.reassemble = partial(_resized, loaded, plan, grammars, context)
     return BuiltModel(config, model, engine)
+
+
+def share_of(loaded: LoadedGenerator, num_bytes: int, cache: CacheConfig) -> KVShare:
+    """Return the share of a model that has so many bytes of KV memory for itself.
+
+    Raises:
+        ConfigError: they do not hold one block.
+    """
+    (num_blocks,) = share_budget([loaded.kv], num_bytes, cache.num_engines)
+    return with_snapshots(loaded, num_blocks, cache)
+
+
+def with_snapshots(loaded: LoadedGenerator, num_blocks: int, cache: CacheConfig) -> KVShare:
+    """Return a model's share of KV memory, a part of which is for states after prefixes."""
+    limit = cache.state_cache_bytes if cache.enable_prefix_caching else 0
+    return KVShare(loaded.name, loaded.kv, num_blocks).with_snapshots(limit)
+
+
+def _resized(
+    loaded: LoadedGenerator,
+    plan: GenerationPlan,
+    grammars: GrammarCompiler,
+    context: BuildContext,
+    num_bytes: int,
+    kept: Policies,
+) -> BuiltModel:
+    """Return a model whose KV memory was allocated anew with so many bytes; see ``Resize``."""
+    share = share_of(loaded, num_bytes, context.settings.cache)
+    logger.info("%s: %s", share.name, share)
+    info = context.worker.execute(Resize(model=loaded.name, num_blocks=share.num_blocks))
+    # What was computed before with the weights as they are now stays true.
+    return assembled(loaded, share, replace(plan, info=info), grammars, context, kept)
 
 
 def speculative_for(

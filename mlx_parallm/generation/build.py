@@ -9,12 +9,13 @@ from typing_extensions import override
 
 from mlx_parallm.engine.kind import BuildContext, BuiltModel, KindBuilder, ModelFolder
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.generation.assembly import with_snapshots
 from mlx_parallm.generation.kind import GenerationKind
 from mlx_parallm.generation.kv_cache.budget import KVShare, report_cut, share_budget
 from mlx_parallm.generation.kv_cache.disk.folder import check_kv_folder
 from mlx_parallm.generation.kv_memory import kv_budget
 from mlx_parallm.generation.metrics import GenerationFamilies
-from mlx_parallm.generation.pending import PendingGenerationModel, share_of
+from mlx_parallm.generation.pending import PendingGenerationModel
 from mlx_parallm.generation.tokenizers import read_tokenizers
 from mlx_parallm.worker.generation.load.loading import GenerationLoader
 from mlx_parallm.worker.generation.load.plan import GenerationSpec
@@ -82,7 +83,9 @@ def _load_all(
     limit = context.settings.memory.limit
     budget = kv_budget(plans, weight_bytes, cache, context.worker, limit)
     blocks = share_budget(plans, budget, cache.num_engines)
-    shares = [share_of(each, count, cache) for each, count in zip(loaded, blocks, strict=True)]
+    shares = [
+        with_snapshots(each, count, cache) for each, count in zip(loaded, blocks, strict=True)
+    ]
     for each, share in zip(loaded, shares, strict=True):
         if share.is_cut:
             report_cut(share, each.folder.config.max_model_len, cache.num_engines)

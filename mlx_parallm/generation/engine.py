@@ -42,11 +42,15 @@ from mlx_parallm.types.step import (
 )
 
 if TYPE_CHECKING:
+    from mlx_parallm.engine.kind import BuiltModel
     from mlx_parallm.worker.generation.warm_up import WarmUp
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+#: Returns a model with so many bytes of KV memory and the policies that it had.
+Reassemble = Callable[[int, Policies], "BuiltModel"]
 
 # SAVE_S: seconds that saving takes at most when the device's memory is to be released.
 SAVE_S = 5.0
@@ -93,6 +97,8 @@ class GenerationEngine(ServedEngine):
         policies: the names under which the model computes.
         live: the model's own weights; None if they never change.
         grammars: compiles the grammars that samples must match; None if no request has one.
+        reassemble: makes another engine of the model, with KV memory of another size; None if it
+            cannot change.
     """
 
     turn_class = TurnClass.STREAMS
@@ -134,6 +140,7 @@ class GenerationEngine(ServedEngine):
         self._clock = clock
         self._in_flight: _Begun | None = None
         self._warm_up = warm_up
+        self.reassemble: Reassemble | None = None
         self._pace = StepPace()
         # End of the time that counts as that of earlier steps.
         self._counted_s = 0.0
@@ -277,6 +284,14 @@ class GenerationEngine(ServedEngine):
         if self._tiers is not None:
             self._tiers.close()
         self._runner.release()
+
+    @override
+    def resized(self, num_bytes: int) -> BuiltModel | None:
+        if self.reassemble is None:
+            return None
+        # The stores go with this engine; they keep what they have on disk.
+        self.close()
+        return self.reassemble(num_bytes, self.policies)
 
     @override
     def wake_by(self, wake: Callable[[], None]) -> None:

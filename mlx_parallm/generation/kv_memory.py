@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mlx_parallm.config import CacheConfig, MemoryBound
 from mlx_parallm.engine.kind import MemoryWish
-from mlx_parallm.generation.kv_cache.budget import SNAPSHOT_SHARE, most_bytes
+from mlx_parallm.generation.kv_cache.budget import least_bytes, most_bytes
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.step import KVPlan
 from mlx_parallm.units import readable_bytes
@@ -88,11 +88,7 @@ def kv_wish(plan: KVPlan, weight_bytes: int, cache: CacheConfig, *, may_cut: boo
         may_cut: True if it may serve a shorter context than its own.
     """
     context = plan.context_blocks * plan.block_bytes
-    least = context
-    if plan.state_bytes:
-        # A part of the memory is for the states after prefixes, however small it is.
-        least = -(-context * SNAPSHOT_SHARE // (SNAPSHOT_SHARE - 1)) + plan.state_bytes
-        least += plan.block_bytes
+    least = least_bytes(context, plan.block_bytes, plan.state_bytes)
     wanted = plan.wanted_bytes if cache.kv_cache_bytes is None else cache.kv_cache_bytes
     bound = most_bytes(backend_name(), weight_bytes, host_free_bytes(), cache.num_engines)
     if bound is not None and cache.kv_cache_bytes is None:

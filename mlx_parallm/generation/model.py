@@ -13,6 +13,7 @@ from mlx_parallm.engine.models import Ask, KindTraits, ModelMemory, PackedModel,
 from mlx_parallm.engine.policies import NamedAdapter
 from mlx_parallm.generation.admission import check_request
 from mlx_parallm.generation.event_stream import EventStream
+from mlx_parallm.generation.kv_cache.budget import least_bytes
 from mlx_parallm.generation.remote_grammars import RemoteGrammars
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
@@ -327,6 +328,16 @@ class GenerationModel(ServedModel):
     @override
     def memory(self) -> ModelMemory:
         return ModelMemory(weights=self.info.weight_bytes, kv=self.info.kv_bytes)
+
+    @property
+    @override
+    def kv_memory(self) -> tuple[int, int]:
+        info = self.info
+        num_states = 0 if self.state_cache is None else self.state_cache.num_states
+        num_bytes = info.kv_bytes + num_states * info.state_bytes
+        block_bytes = info.kv_bytes // info.num_blocks
+        context = -(-info.max_model_len // info.block_size) * block_bytes
+        return num_bytes, min(num_bytes, least_bytes(context, block_bytes, info.state_bytes))
 
     @override
     def check(self, request: GenerateRequest | Any) -> None:

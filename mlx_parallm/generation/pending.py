@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.config import CacheConfig, ModelConfig
+from mlx_parallm.config import ModelConfig
 from mlx_parallm.engine.kind import (
     BuildContext,
     BuiltModel,
@@ -24,8 +24,9 @@ from mlx_parallm.generation.assembly import (
     assembled,
     draft_name,
     grammars_of,
+    share_of,
 )
-from mlx_parallm.generation.kv_cache.budget import KVShare, report_cut, share_budget
+from mlx_parallm.generation.kv_cache.budget import KVShare, report_cut
 from mlx_parallm.generation.kv_memory import free_bytes, kv_wish
 from mlx_parallm.generation.tokenizers import GenerationTokenizers
 from mlx_parallm.grammar.compiler import GrammarCompiler
@@ -135,8 +136,7 @@ class PendingGenerationModel:
     def grant(self, num_bytes: int) -> None:
         """Begin to allocate so many bytes of KV; see ``TakesMemory``."""
         loaded, cache = self.read(), self._context.settings.cache
-        (num_blocks,) = share_budget([loaded.kv], num_bytes, cache.num_engines)
-        share = share_of(loaded, num_blocks, cache)
+        share = share_of(loaded, num_bytes, cache)
         logger.info("%s: %s", share.name, share)
         if share.is_cut:
             report_cut(share, loaded.folder.config.max_model_len, cache.num_engines)
@@ -207,12 +207,6 @@ class PendingGenerationModel:
         # A block of the budget has KV of both models, of equally many tokens.
         kv = replace(loaded.kv, block_bytes=loaded.kv.block_bytes + draft.plan.kv.block_bytes)
         return replace(loaded, draft=draft, kv=kv)
-
-
-def share_of(loaded: LoadedGenerator, num_blocks: int, cache: CacheConfig) -> KVShare:
-    """Return a model's share of KV memory, a part of which is for states after prefixes."""
-    limit = cache.state_cache_bytes if cache.enable_prefix_caching else 0
-    return KVShare(loaded.name, loaded.kv, num_blocks).with_snapshots(limit)
 
 
 def _begin_load(

@@ -24,7 +24,7 @@ from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.types.content import Buffer
 from mlx_parallm.types.model_input import InputKind, SourcePlace
 from mlx_parallm.types.pooling import OwnHead, PoolingInput
-from mlx_parallm.types.step import ScheduledBatch, StepOutput
+from mlx_parallm.types.step import RunnerInfo, ScheduledBatch, StepOutput
 
 if TYPE_CHECKING:
     from mlx_parallm.grammar.compiler import GrammarCompiler
@@ -454,6 +454,18 @@ class Wake(Op[bool]):
 
     model: str
     tag: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize(Op[RunnerInfo]):
+    """Allocate a model's KV pool anew with so many blocks, empty; return the facts with that.
+
+    No step may be in flight. Raises OutOfMemoryError if there is no room: the pool is empty then,
+    and as large as before.
+    """
+
+    model: str
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

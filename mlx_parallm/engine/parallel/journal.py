@@ -23,6 +23,7 @@ def catch_up(journal: StateJournal) -> Sequence[EngineCommand[Any]]:
     """Return what brings an engine that has just loaded to the state of the journal, in order."""
     commands: list[EngineCommand[Any]] = [UnloadModel(name) for name in sorted(journal.unloaded)]
     commands += [command for load in journal.models.values() for command in load]
+    commands += journal.resized.values()
     for model, history in journal.weights.items():
         commands += _updates(model, history)
     commands += journal.adapters.values()

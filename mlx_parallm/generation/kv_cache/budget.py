@@ -99,6 +99,17 @@ class KVShare:
         return said
 
 
+def least_bytes(context_bytes: int, block_bytes: int, state_bytes: int) -> int:
+    """Return the bytes of KV with which a model serves its whole context.
+
+    A part of them is for the states after prefixes, if the model has any, however few they are.
+    """
+    if not state_bytes:
+        return context_bytes
+    blocks = -(-context_bytes * SNAPSHOT_SHARE // (SNAPSHOT_SHARE - 1))
+    return blocks + state_bytes + block_bytes
+
+
 def most_bytes(
     backend: str, weight_bytes: int, unused_bytes: int | None, num_engines: int = 1
 ) -> int | None:

@@ -70,9 +70,9 @@ class DraftModel:
         """See ``ForwardPath.release_kv``."""
         self._path.release_kv()
 
-    def restore_kv(self) -> None:
+    def restore_kv(self, num_blocks: int | None = None) -> None:
         """See ``ForwardPath.restore_kv``."""
-        self._path.restore_kv()
+        self._path.restore_kv(num_blocks)
 
     def propose(self, batch: ScheduledBatch, vocab_size: int) -> mx.array | None:
         """Compute known tokens, then the proposals that the batch leaves to a draft model.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.types.errors import OutOfMemoryError
 from mlx_parallm.types.request import KV_CACHE, WEIGHTS
 from mlx_parallm.worker.device.room import give_back
 from mlx_parallm.worker.generation.draft_model import DraftModel
@@ -84,6 +85,23 @@ class LiveModel:
         self._weights.offload(keeps=level == 1)
         self._path.forget_weights()
         give_back()
+
+    def resize(self, num_blocks: int, before: int) -> None:
+        """Allocate KV anew with so many blocks; ``before`` is how many it has. See ``Resize``."""
+        assert self._has_kv, "it is asleep"
+        self._reallocate(num_blocks, before)
+
+    def _reallocate(self, num_blocks: int, before: int | None) -> None:
+        for pool in self._kv:
+            pool.release_kv()
+        give_back()
+        try:
+            for pool in self._kv:
+                pool.restore_kv(num_blocks)
+        except OutOfMemoryError:
+            if before is not None:
+                self._reallocate(before, None)
+            raise
 
     def wake(self, tag: str) -> bool:
         """See ``Wake``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import mlx.core as mx
 from typing_extensions import override
@@ -167,6 +168,19 @@ class ModelRunner(Runner):
         self.inputs.features.clear()
         if self._sources is not None:
             self._sources.clear()
+
+    def resize(self, num_blocks: int) -> RunnerInfo:
+        """Allocate the KV pool anew; return the facts with its size. See ``Resize``."""
+        info = self.info
+        self.clear_inputs()
+        self.live.resize(num_blocks, info.num_blocks)
+        self.info = replace(
+            info,
+            num_blocks=num_blocks,
+            kv_bytes=info.kv_bytes // info.num_blocks * num_blocks,
+            max_model_len=min(info.max_model_len, num_blocks * info.block_size),
+        )
+        return self.info
 
     def reserve_host_memory(self, num_bytes: int) -> None:
         """Have host memory ready for so many bytes of blocks.

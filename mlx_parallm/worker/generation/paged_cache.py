@@ -50,8 +50,10 @@ class KVPools:
         if fills:
             self.restore()
 
-    def restore(self) -> None:
-        """Allocate empty pools; raise as ``fill`` does."""
+    def restore(self, num_blocks: int | None = None) -> None:
+        """Allocate empty pools, perhaps of another number of blocks; raise as ``fill`` does."""
+        if num_blocks is not None:
+            self._num_blocks = num_blocks
         for _ in self.fill():
             pass
 

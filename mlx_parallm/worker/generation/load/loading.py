@@ -52,6 +52,7 @@ from mlx_parallm.worker.ops import (
     ReadAdapter,
     ReadBlocks,
     ReadStates,
+    Resize,
     Sleep,
     StageAdapter,
     Stages,
@@ -288,6 +289,8 @@ class GeneratorModel(WorkerModel):
                 return Done(prepare(self._runner.live, op, tensors))
             case CommitWeights() | DropPrepared() | Sleep() | Wake() | Checksums():
                 return Done(self._change(op))
+            case Resize():
+                return Done(self._runner.resize(op.num_blocks))
             case _:
                 return self._train(op)
 

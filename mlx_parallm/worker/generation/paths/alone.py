@@ -83,7 +83,7 @@ class AlonePath(ForwardPath):
         self._caches.clear()
         self._touched.clear()
 
-    def restore_kv(self) -> None:
+    def restore_kv(self, num_blocks: int | None = None) -> None:
         """Do nothing: caches are made when their sequences begin."""
 
     @property

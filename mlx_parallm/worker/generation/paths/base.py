@@ -90,8 +90,8 @@ class ForwardPath(Protocol):
         """Free all KV and state until ``restore_kv``; no step may run in between."""
         ...
 
-    def restore_kv(self) -> None:
-        """Allocate memory for KV again, empty."""
+    def restore_kv(self, num_blocks: int | None = None) -> None:
+        """Allocate memory for KV again, empty; ``num_blocks``: of another size than before."""
         ...
 
     @property
@@ -176,8 +176,8 @@ class PooledPath(ForwardPath):
         self.forget_weights()
 
     @override
-    def restore_kv(self) -> None:
-        self._pools.restore()
+    def restore_kv(self, num_blocks: int | None = None) -> None:
+        self._pools.restore(num_blocks)
 
     @property
     @override
