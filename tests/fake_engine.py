@@ -19,6 +19,7 @@ import uvicorn
 from mlx_parallm.api.http.connection import BoundedProtocol
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.kind import ModelLoad
+from mlx_parallm.engine.ledger import Claim
 from mlx_parallm.engine.models import ModelMemory, QueueLoad, ServedModel
 from mlx_parallm.engine.status import EngineLoad, EngineReport, ModelState, ModelStatus, Readiness
 from mlx_parallm.generation.model import GenerationModel, RequestHandle
@@ -150,6 +151,19 @@ class FakeStream:
         return self._events
 
 
+class FakeDirectory:
+    """In place of ``ModelDirectory``: its models stay in memory for ever."""
+
+    async def watch(self) -> None:
+        pass
+
+    def expires_in_s(self, name: str) -> float | None:
+        return None
+
+    def claims(self) -> tuple[Sequence[Claim], int | None]:
+        return (), None
+
+
 class FakeEngine:
     """Implements ``EngineClient``; tests set what comes next and see what was asked."""
 
@@ -168,6 +182,9 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.engine_config = EngineConfig()
         self.control = FakeControl()
+        self.directory = FakeDirectory()
+        #: The time that bodies have asked for, by the model's name.
+        self.ttls: dict[str, float | None] = {}
         #: The pooling models beside the model that generates; None if there are none.
         self.pooling: FakePooling | None = None
         self._pooled: set[str] = set()
@@ -191,6 +208,9 @@ class FakeEngine:
             if info.name == name:
                 return replace(status_of(self.get_model(name)), parent=info.model)
         return next((each for each in self.statuses() if name in each.names), None)
+
+    def set_ttl(self, name: str, ttl_s: float | None) -> None:
+        self.ttls[name] = ttl_s
 
     def not_found(self, name: str) -> ModelNotFoundError:
         return ModelNotFoundError(name)

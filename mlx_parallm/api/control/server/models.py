@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -197,7 +198,7 @@ def _card(
     engine: EngineClient, name: str, status: ModelStatus, memory: Mapping[str, ModelMemory]
 ) -> dict[str, Any]:
     left_s = engine.directory.expires_in_s(name)
-    return model_card(name, status, memory) | {"expires_in_s": left_s and round(left_s, 3)}
+    return model_card(name, status, memory) | {"expires_in_s": left_s and math.ceil(left_s)}
 
 
 def _page_size(limit: str) -> int:

@@ -304,7 +304,7 @@ async def test_a_model_is_evicted_while_an_adapter_of_it_comes() -> None:
     encoders.control = cast("Any", control)
     residency = residency_of(ScriptedLoader(), 25)
     encoders._residency = residency
-    encoders._directory = ModelDirectory(EngineConfig(), residency, cast("Any", control))
+    encoders.directory = ModelDirectory(EngineConfig(), residency, cast("Any", control))
     entries = {name: ModelEntry(ModelConfig(), (name,)) for name in "ab"}
     for entry in entries.values():
         residency.add(entry)
