@@ -22,6 +22,7 @@ class PseudoTerminal:
         self.shown = ""
         self._read = 0
         self._keyboard, screen = pty.openpty()
+        termios.tcsetwinsize(screen, (24, 120))
         settings = {"TERM": "xterm", "INPUTRC": "/dev/null"}
         self.process = ChildProcess(
             target,

@@ -110,9 +110,22 @@ def test_without_a_terminal_it_answers_lines(server: ServerProcess) -> None:
         stderr=subprocess.PIPE,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert PROMPT not in done.stdout
-    assert "\x1b" not in done.stdout
-    assert done.stdout.rstrip().endswith("17 + 25 = 42")
+    # Neither the prompt, nor the reasoning, nor anything for a terminal.
+    assert done.stdout.strip() == "17 + 25 = 42"
+
+
+@pytest.mark.slow
+def test_without_a_terminal_an_error_ends_it(server: ServerProcess) -> None:
+    done = child_process.run(
+        ["mlx_parallm", "chat", "none", "--url", server.url],
+        data="Hello\nAnd again\n",
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("mlx_parallm chat: The model `none` does not exist.")
+    assert done.stderr.count("\n") == 1
 
 
 @dataclass

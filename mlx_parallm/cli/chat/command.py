@@ -98,6 +98,8 @@ class Chat:
         try:
             yield
         except ParallmError as problem:
+            if not self._terminal.is_interactive:
+                raise
             self._terminal.end(f"error: {problem}")
 
     def _take(self, line: str) -> None:

@@ -49,15 +49,16 @@ class Terminal:
         return input(prompt if self.is_interactive else "")
 
     def write(self, text: str, *, is_dim: bool = False) -> None:
-        """Show a part of an answer at once; ``is_dim``: of its reasoning."""
+        """Show a part of an answer at once; ``is_dim``: of its reasoning, only on a terminal."""
+        if is_dim and not self._shows_style:
+            return
         if is_dim != self._is_dim:
             self._set_dim(is_dim)
         print(text.translate(CONTROLS), end="", flush=True)
 
     def _set_dim(self, is_dim: bool) -> None:
         self._is_dim = is_dim
-        if self._shows_style:
-            print(DIM if is_dim else NORMAL, end="")
+        print(DIM if is_dim else NORMAL, end="")
         if not is_dim:
             # The answer follows its reasoning.
             print("\n")

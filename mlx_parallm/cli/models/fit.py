@@ -69,7 +69,9 @@ def verdict(need: Need, room: Room) -> str:
     """Return a line that says whether a model fits, and how it is computed."""
     if room.num_bytes is None:
         return f"memory: {need}; the free memory of {room.where} is unknown"
-    answer = "fits" if need.total <= room.num_bytes else "does not fit"
+    answer = "does not fit"
+    if need.total <= room.num_bytes:
+        answer = "the weights fit" if need.kv is None else "fits"
     free = f"{room.where} has {readable_bytes(room.num_bytes)} free"
     return f"{answer}: {need} = {readable_bytes(need.total)}; {free}"
 

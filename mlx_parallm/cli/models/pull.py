@@ -181,7 +181,8 @@ def fetch(repository: Repository, files: Sequence[HubFile]) -> None:
     """Fetch files with a progress bar on a terminal."""
     total = sum(file.size for file in files)
     bar: tqdm[Any]
-    with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, disable=None) as bar:
+    options: dict[str, Any] = {"unit": "B", "unit_scale": True, "leave": False, "disable": None}
+    with tqdm(total=total, file=sys.stderr, **options) as bar:
         _blobs(repository, bar).fetch(files)
 
 

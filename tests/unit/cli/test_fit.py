@@ -52,6 +52,12 @@ def test_weights_and_one_context_are_compared_with_the_servers_ledger(
     assert verdict(Need.of(LLAMA, 7 * GIB, None), room).startswith(expected)
 
 
+def test_unknown_kv_is_not_said_to_fit() -> None:
+    room = Room(GIB, "here")
+    assert verdict(Need(GIB, None, 4096), room).startswith("the weights fit: weights 1 GiB + KV")
+    assert verdict(Need(GIB + 1, None, 4096), room).startswith("does not fit: ")
+
+
 def test_the_context_may_be_chosen() -> None:
     assert Need.of(LLAMA, GIB, 1024).kv == GIB // 8
 
