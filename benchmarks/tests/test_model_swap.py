@@ -12,6 +12,7 @@ from benchmarks.model_swap.http import Answer
 from benchmarks.model_swap.room import NAMES, room_bytes, room_checks
 from benchmarks.model_swap.streams import (
     TWENTY_MILLION,
+    Moment,
     Round,
     Window,
     gpu_checks,
@@ -30,16 +31,17 @@ def failed(checks: list[Check]) -> set[str]:
 
 def test_a_window_has_the_gaps_that_overlap_it_and_the_tokens_within() -> None:
     streams = [[0.0, 1.0, 1.5, 4.0], [1.2, 1.4], []]
-    window = Window.of(streams, 1.0, 3.0, other_tokens=3)
+    window = Window.of(streams, Moment(1.0, 10.0), Moment(3.0, 14.0), other_tokens=3)
     assert window.longest_ms == pytest.approx(2500)
     assert window.tokens_per_s == pytest.approx((3 + 3) / 2)
-    assert Window.of([], 0.0, 1.0).longest_ms == 0.0
+    assert window.tokens_per_processor_s == pytest.approx((3 + 3) / 4)
+    assert Window.of([], Moment(0.0, 0.0), Moment(1.0, 1.0)).longest_ms == 0.0
 
 
 def round_of(alone_ms: float, beside_ms: float, *, rate: float = 100, **more: float) -> Round:
     return Round(
-        alone=Window(alone_ms, 100),
-        beside=Window(beside_ms, rate),
+        alone=Window(alone_ms, 100, 200),
+        beside=Window(beside_ms, 50, 2 * rate),
         load_s=more.get("load_s", 1.0),
         unload_s=0.1,
         resident_bytes=int(more.get("resident", 1000)),
@@ -62,7 +64,7 @@ def test_each_target_of_streams_can_be_missed() -> None:
     assert failed(streams_checks(rounds)) == {
         "longest gap beside the first load over that without one",
         "longest gap beside later loads over that without one",
-        "tokens/s beside loads over those without: median",
+        "tokens per second of the processor, beside loads over without: median",
         "resident memory after the last round over that after the first",
     }
 
