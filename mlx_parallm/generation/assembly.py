@@ -155,7 +155,8 @@ def assembled(
         kept: the policies that it had before it was evicted; None if it is new.
     """
     config = loaded.folder.config
-    runner = DeviceRunner(context.worker, loaded.name, plan)
+    adapters = _adapters(kept) or DeviceAdapters(context.worker, loaded.name)
+    runner = DeviceRunner(context.worker, loaded.name, plan, adapters)
     tool_format = tool_format_of(config, loaded.tokenizer)
     tokenizer = loaded.tokenizer.writing_calls(call_writer(tool_format))
     log_losses(loaded.name, tokenizer.probe_template())
@@ -178,7 +179,14 @@ def assembled(
         refuses_unload=None if context.worker.ranks is None else DIVIDED,
     )
     identity = _identity(loaded, plan, context.worker.ranks)
-    engine = _engine(loaded, share, runner, grammars, identity, context, kept)
+    policies = kept or Policies(
+        model=loaded.name,
+        store=adapters,
+        max_loaded=context.settings.adapters.max_loaded,
+        max_rank=context.settings.adapters.max_rank,
+        base=BaseWeights(identity=identity.digest),
+    )
+    engine = _engine(loaded, share, runner, grammars, identity, context, policies)
     engine.reassemble = partial(_resized, loaded, plan, grammars, context)
     return BuiltModel(config, model, engine)
 
@@ -213,6 +221,11 @@ def _resized(
     info = context.worker.execute(Resize(model=loaded.name, num_blocks=share.num_blocks))
     # What was computed before with the weights as they are now stays true.
     return assembled(loaded, share, replace(plan, info=info), grammars, context, kept)
+
+
+def _adapters(kept: Policies | None) -> DeviceAdapters | None:
+    """Return the adapters of a model that comes back; None for a new one."""
+    return kept.store if kept is not None and isinstance(kept.store, DeviceAdapters) else None
 
 
 def speculative_for(
@@ -302,7 +315,7 @@ def _engine(
     grammars: GrammarCompiler,
     identity: Identity,
     context: BuildContext,
-    kept: Policies | None,
+    policies: Policies,
 ) -> GenerationEngine:
     settings, info, name = context.settings, runner.info, loaded.name
     snapshots = make_snapshots(share, info, settings.cache, settings.scheduler.max_num_seqs)
@@ -329,13 +342,6 @@ def _engine(
         speculative=speculative_for(settings.speculative, info, name),
         num_tower_stages=info.num_tower_stages,
         has_sources=InputKind.SOURCE in info.input_kinds,
-    )
-    policies = kept or Policies(
-        model=name,
-        store=DeviceAdapters(context.worker, name),
-        max_loaded=settings.adapters.max_loaded,
-        max_rank=settings.adapters.max_rank,
-        base=BaseWeights(identity=identity.digest),
     )
     policies.users = scheduler
     live = LiveWeights(

@@ -10,6 +10,7 @@ import numpy as np
 from typing_extensions import override
 
 from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.engine.device import DeviceAdapters
 from mlx_parallm.types.content import Buffer
 from mlx_parallm.types.model_input import HostArray, InputStages
 from mlx_parallm.types.step import (
@@ -51,8 +52,24 @@ class DeviceRunner(Runner):
         prepares_shapes: see ``GenerationPlan``.
     """
 
-    def __init__(self, worker: Worker, model: str, plan: GenerationPlan) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        model: str,
+        plan: GenerationPlan,
+        adapters: DeviceAdapters | None = None,
+    ) -> None:
+        """Run a model that ``worker`` has.
+
+        Args:
+            worker: runs the ops.
+            model: its name there.
+            plan: the complete plan of its load.
+            adapters: the tensors of its adapters, which a new load of the model does not have;
+                None if its steps name only those that it has.
+        """
         assert plan.info is not None, "the model has no KV pool yet"
+        self._adapters = adapters
         self.info = plan.info
         self.prepares_shapes = plan.prepares_shapes
         self._worker = worker
@@ -62,6 +79,8 @@ class DeviceRunner(Runner):
 
     @override
     def submit(self, batch: ScheduledBatch) -> StepInFlight:
+        if self._adapters is not None:
+            self._adapters.ensure(batch.adapters.values())
         if batch.moves:
             return self._submit_after(batch.moves, replace(batch, moves=NO_MOVES))
         return self._worker.begin(Step(model=self._model, batch=batch))
@@ -70,6 +89,8 @@ class DeviceRunner(Runner):
     def release(self) -> None:
         self._runs.clear()
         self._worker.execute(Unload(model=self._model))
+        if self._adapters is not None:
+            self._adapters.release()
         give_back()
 
     def _submit_after(self, moves: Moves, batch: ScheduledBatch) -> StepInFlight:

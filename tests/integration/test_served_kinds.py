@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlx_parallm.adapters.formats import read_adapter_folder
 from mlx_parallm.api.http.auth import Caller
 from mlx_parallm.api.http.scopes import engine_for
 from mlx_parallm.config import (
@@ -32,6 +33,7 @@ from mlx_parallm.engine.kind import ModelLoad
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.local_life import LocalLife
 from mlx_parallm.engine.models import KindTraits
+from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.engine.status import ModelState, RequestDoor
 from mlx_parallm.generation.kind import GenerationClient
 from mlx_parallm.generation.model import GENERATION_TRAITS
@@ -52,7 +54,7 @@ from mlx_parallm.types.nets import ActParams, NetRequest, NetResults
 from mlx_parallm.types.pooling import PoolingInput, PoolRequest
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.work import Event
-from tests import sum_kind
+from tests import adapter_files, sum_kind
 from tests.builders.nets import write_net
 from tests.sum_kind import SumClient, SumKind, SumRequest, write_sum_model
 
@@ -176,6 +178,7 @@ def folder(case: Case, tmp_path: Path) -> Path:
     return DEMO_FOLDER if case.traits == GENERATION_TRAITS else DEMO_FOLDERS[PREFIX + "embed"]
 
 
+LONG = tuple(range(20, 50))
 #: CONTEXT: tokens of a model that is loaded later.
 CONTEXT = 64
 
@@ -323,6 +326,27 @@ async def test_what_does_not_fit_is_evicted_and_comes_back(case: Case, folder: P
     assert states == {"a": ModelState.EVICTED, "b": ModelState.LOADED}
     memory = await core.memory()
     assert (memory["a"].weights, memory["b"].weights) == (0, alone.weights)
+    core.stop()
+
+
+async def test_a_generator_comes_back_with_its_adapters(tmp_path: Path) -> None:
+    first = started(DEMO_FOLDER, "a")
+    (alone,) = (await first.memory()).values()
+    first.stop()
+    core = started(DEMO_FOLDER, "a", max_bytes=int(1.5 * (alone.weights + alone.kv)))
+    weights = read_adapter_folder(adapter_files.save(tmp_path / "adapter", 1), param="path")
+    await core.control.load_adapter(AdapterUpload(name="policy", weights=weights), model="a")
+
+    async def tokens(name: str) -> list[int]:
+        return await tokens_of(await core.open_reader(generate("x", name, prompt=LONG)))
+
+    expected = {name: await tokens(name) for name in ("policy", "a")}
+    assert expected["policy"] != expected["a"]
+    for number in range(2):
+        await core.load_model(ModelLoad(model=str(DEMO_FOLDER), names=(f"b{number}",)))
+        states = {status.names[0]: status.state for status in core.statuses()}
+        assert states["a"] is ModelState.EVICTED
+        assert {name: await tokens(name) for name in expected} == expected
     core.stop()
 
 
