@@ -7,7 +7,7 @@ import contextlib
 import ipaddress
 import json
 import os
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -59,6 +59,7 @@ class ServerClient:
     Attributes:
         url: the server's address, without ``/v1``.
         api_key: the key, or None.
+        is_here: True if the server runs on this machine.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -67,6 +68,7 @@ class ServerClient:
         host = urlsplit(self.url).hostname
         if host is None or not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"--url: {url!r} is not the address of a server.")
+        self.is_here = is_loopback(host)
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._http = httpx2.Client(
             base_url=self.url,
@@ -74,7 +76,7 @@ class ServerClient:
             # A load or a long prompt takes minutes.
             timeout=httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S),
             # A proxy of the environment cannot reach this machine's loopback interface.
-            trust_env=not is_loopback(host),
+            trust_env=not self.is_here,
         )
 
     def __enter__(self) -> ServerClient:
@@ -118,8 +120,15 @@ class ServerClient:
             return False
         return True
 
-    def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any]]:
+    def events(
+        self, path: str, body: Mapping[str, Any], on_comment: Callable[[str], object] = len
+    ) -> Generator[dict[str, Any]]:
         """Yield the JSON of each server-sent event of an answer; closing it ends the request.
+
+        Args:
+            path: of the route.
+            body: of the request.
+            on_comment: called with each comment, such as how far the model's load is.
 
         Raises:
             RequestFailedError: the server refused, or the stream has an error.
@@ -130,6 +139,8 @@ class ServerClient:
                 raise failure_of(response.status_code, response.read())
             for line in response.iter_lines():
                 data = line.removeprefix(_DATA).strip() if line.startswith(_DATA) else ""
+                if line.startswith(":"):
+                    on_comment(line.removeprefix(":").strip())
                 if data == _DONE:
                     return
                 if data:

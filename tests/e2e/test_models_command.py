@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 from mlx_parallm.cli.main import main
 from mlx_parallm.cli.server_client import ADMIN_KEY_VARIABLES, KEY_VARIABLES, ServerClient
 from tests.embedder_folder import write_embedder
-from tests.server_process import ServerProcess
+from tests.pseudo_terminal import CTRL_D, PseudoTerminal
+from tests.server_process import ROOT, ServerProcess
 
 Output = pytest.CaptureFixture[str]
 HEADING = ["NAME", "STATUS", "MEMORY", "SIZE", "PINNED", "TTL", "EXPIRES"]
@@ -21,13 +23,14 @@ HEADING = ["NAME", "STATUS", "MEMORY", "SIZE", "PINNED", "TTL", "EXPIRES"]
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     write_embedder(root / "org" / "one")
+    shutil.copytree(ROOT / "mlx_parallm" / "demo_models" / "chat", root / "org" / "talker")
     return root
 
 
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[ServerProcess]:
     flags = ["--api-key", "key", "--admin-api-key", "admin", "--max-model-len", "256"]
-    process = ServerProcess("--allowed-model-roots", str(root), *flags)
+    process = ServerProcess("--model", "mlx-parallm-demo", "--model-dir", str(root), *flags)
     try:
         process.wait_until_ready()
         yield process
@@ -54,16 +57,35 @@ def rows(output: Output) -> dict[str, list[str]]:
 
 def test_a_model_is_loaded_shown_and_unloaded(server: ServerProcess, capsys: Output) -> None:
     url = ["--url", f"{server.url}/v1"]
-    assert models("load", "org/one", "--name", "mine", "--pin", *url) == 0
-    assert rows(capsys)["mine"][1] == "loaded"
-    assert models("ps", *url) == 0
-    shown = rows(capsys)
-    assert shown.keys() == {"mlx-parallm-demo", "mine"}
-    assert "yes" in shown["mine"]
-    assert models("unload", "mine", *url) == 0
-    assert capsys.readouterr().out == "unloaded mine\n"
     assert models("ps", *url) == 0
     assert rows(capsys).keys() == {"mlx-parallm-demo"}
+    assert models("ps", "--all", *url) == 0
+    shown = rows(capsys)
+    assert shown.keys() == {"mlx-parallm-demo", "org/one", "org/talker"}
+    assert shown["org/talker"][1] == "available"
+    assert models("load", "org/talker", "--pin", "--ttl", "5m", *url) == 0
+    assert rows(capsys)["org/talker"][1] == "loaded"
+    assert models("ps", *url) == 0
+    row = rows(capsys)["org/talker"]
+    assert "yes" in row
+    assert "300 s" in " ".join(row)
+    assert models("unload", "org/talker", *url) == 0
+    assert capsys.readouterr().out == "unloaded org/talker\n"
+    assert models("ps", *url) == 0
+    assert rows(capsys).keys() == {"mlx-parallm-demo"}
+
+
+def test_chat_shows_that_its_model_is_loaded(server: ServerProcess, capsys: Output) -> None:
+    with PseudoTerminal(["mlx_parallm", "chat", "org/talker", "--url", server.url]) as terminal:
+        terminal.wait_for(">>> ")
+        terminal.type("What is 17 + 25?\n")
+        terminal.wait_for("(org/talker was loaded in ")
+        terminal.wait_for("17 + 25 = 42")
+        terminal.wait_for(">>> ")
+        terminal.type(CTRL_D)
+        assert terminal.wait_for_end() == 0
+    assert models("unload", "org/talker", "--url", server.url) == 0
+    capsys.readouterr()
 
 
 @pytest.mark.parametrize(
@@ -111,17 +133,25 @@ def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(
         assert client.is_running()
 
 
-def test_folders_are_listed(root: Path, capsys: Output, tmp_path: Path) -> None:
+def test_folders_are_listed(
+    root: Path, capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_embedder(tmp_path / "deep" / "er" / "than" / "this")
     write_embedder(tmp_path / "plain")
     (tmp_path / "plain" / "loop").symlink_to(tmp_path)
     (tmp_path / "file.gguf").write_bytes(b"GGUF")
     (tmp_path / "config.json").write_text(json.dumps({}))
     assert models("list", "--model-dir", str(root), str(tmp_path)) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    named = capsys.readouterr().out
+    monkeypatch.setenv("MLX_PARALLM_MODEL_DIR", f"{root}, {tmp_path}")
+    assert models("list") == 0
+    shown = capsys.readouterr().out
+    assert shown == named
+    lines = [line.split() for line in shown.splitlines()]
     listed = {line[0]: line[-1] for line in lines if line[-1] in (str(root), str(tmp_path))}
     assert listed == {
         "org/one": str(root),
+        "org/talker": str(root),
         "plain": str(tmp_path),
         "file.gguf": str(tmp_path),
     }

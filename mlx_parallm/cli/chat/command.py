@@ -119,7 +119,8 @@ class Chat:
     def _ask(self, question: str) -> None:
         """Show an answer as it comes; what came before Ctrl-C or an error stays."""
         parts: list[str] = []
-        events = self._server.events(CHAT_PATH, self._conversation.ask(question))
+        body = self._conversation.ask(question)
+        events = self._server.events(CHAT_PATH, body, self._show_load)
         try:
             with contextlib.closing(events):
                 for event in events:
@@ -130,6 +131,11 @@ class Chat:
             self._terminal.end()
         finally:
             self._conversation.answer("".join(parts))
+
+    def _show_load(self, comment: str) -> None:
+        """Show how far the model's load is; other comments keep the connection open."""
+        if self._terminal.is_interactive and comment.startswith(f"{self._conversation.model} "):
+            self._terminal.say(f"({comment})")
 
     def _show(self, event: Mapping[str, Any], parts: list[str]) -> None:
         for choice in event.get("choices", ()):

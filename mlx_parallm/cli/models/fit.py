@@ -81,9 +81,16 @@ def free_memory(server: ServerClient) -> Room:
     try:
         ledger = server.ask("GET", "/v1/memory")
     except ClientError:
-        # MLX, which says what a GPU has free, is imported only if it is needed.
-        from mlx_parallm.worker.device.properties import free_memory_bytes  # noqa: PLC0415
-
-        return Room(free_memory_bytes(), "this machine")
+        return _machine()
     free = ledger.get("free_bytes") if is_object(ledger) else None
-    return Room(free if isinstance(free, int) else None, server.url)
+    if isinstance(free, int):
+        return Room(free, server.url)
+    # A server knows its limit with the first load.
+    return _machine() if server.is_here else Room(None, server.url)
+
+
+def _machine() -> Room:
+    # MLX, which says what a GPU has free, is imported only if it is needed.
+    from mlx_parallm.worker.device.properties import free_memory_bytes  # noqa: PLC0415
+
+    return Room(free_memory_bytes(), "this machine")

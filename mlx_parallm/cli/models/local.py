@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,17 +14,16 @@ from huggingface_hub.errors import CacheNotFound
 from huggingface_hub.file_download import repo_folder_name
 
 from mlx_parallm.cli.models.subcommands import Subcommands, add_subcommand, table
+from mlx_parallm.config import LoadingConfig
 from mlx_parallm.confinement import is_hub_id
+from mlx_parallm.engine.catalogue import HUB_PREFIX, Catalogue
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.units import readable_bytes
 
 HEADING = ("NAME", "SIZE", "WHERE")
 #: ``PARTIAL``: the ending of files whose download has not ended.
 PARTIAL = ".incomplete"
-#: ``REPOSITORY``: the beginning of the names of folders of models in the hub cache.
-REPOSITORY = "models--"
-#: ``MAX_DEPTH``: folders between one of ``--model-dir`` and a model: ``org/name``.
-MAX_DEPTH = 2
+DIRECTORIES = "MLX_PARALLM_MODEL_DIR"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,10 @@ def add_subcommands(kinds: Subcommands) -> None:
     """Add ``list`` and ``rm``."""
     listing = add_subcommand(kinds, "list", "show the models on this machine", show)
     listing.add_argument(
-        "--model-dir", type=Path, nargs="+", default=[], metavar="DIR", help="folders of models"
+        "--model-dir",
+        nargs="+",
+        metavar="DIR",
+        help=f"folders of models (default: {DIRECTORIES}, as for serve)",
     )
     removal = add_subcommand(kinds, "rm", "remove a model from the hub cache", remove)
     removal.add_argument("name", metavar="NAME", help="its hub id, such as org/name")
@@ -55,10 +57,12 @@ def add_subcommands(kinds: Subcommands) -> None:
 
 def show(args: argparse.Namespace) -> int:
     """Print the models of the hub cache and of the folders as a table."""
-    for folder in args.model_dir:
-        if not folder.is_dir():
-            raise ConfigError(f"--model-dir: {folder} is not a folder.")
-    models = [*cached_models(), *(each for root in args.model_dir for each in models_in(root))]
+    named = os.environ.get(DIRECTORIES, "").split(",")
+    roots: list[str] = args.model_dir or [root.strip() for root in named if root.strip()]
+    for root in roots:
+        if not Path(root).expanduser().is_dir():
+            raise ConfigError(f"--model-dir: {root} is not a folder.")
+    models = [*cached_models(), *(model for root in roots for model in models_in(root))]
     rows = [(model.name, readable_bytes(model.num_bytes), model.place) for model in models]
     print(table([HEADING, *rows]))
     return 0
@@ -100,23 +104,14 @@ def cache_folder() -> Path:
 def cached_models() -> list[LocalModel]:
     """Return the models of the hub cache, sorted by name."""
     # scan_cache_dir leaves out downloads that have not ended.
-    folders = sorted(cache_folder().glob(f"{REPOSITORY}*"))
+    folders = sorted(cache_folder().glob(f"{HUB_PREFIX}*"))
     return [LocalModel(_name(folder), _size(folder), _place(folder)) for folder in folders]
 
 
-def models_in(root: Path) -> Iterator[LocalModel]:
-    """Yield the models below a folder, by their paths: folders with config.json, and GGUF files."""
-    for path in _candidates(root, MAX_DEPTH):
-        name = path.relative_to(root).as_posix()
-        yield LocalModel(name, _size(path), str(root))
-
-
-def _candidates(folder: Path, depth: int) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
-        if path.suffix == ".gguf" or (path / "config.json").is_file():
-            yield path
-        elif depth > 1 and path.is_dir() and not path.name.startswith("."):
-            yield from _candidates(path, depth - 1)
+def models_in(root: str) -> list[LocalModel]:
+    """Return the models that a server with this folder as ``--model-dir`` would have."""
+    models = Catalogue(LoadingConfig(directories=(root,))).scan()
+    return [LocalModel(model.name, model.size_bytes, root) for model in models.values()]
 
 
 def _scan() -> HFCacheInfo | None:
@@ -127,7 +122,7 @@ def _scan() -> HFCacheInfo | None:
 
 
 def _name(folder: Path) -> str:
-    return folder.name.removeprefix(REPOSITORY).replace("--", "/")
+    return folder.name.removeprefix(HUB_PREFIX).replace("--", "/", 1)
 
 
 def _place(folder: Path) -> str:

@@ -29,7 +29,9 @@ def add_subcommands(kinds: Subcommands) -> None:
     loading.add_argument("--revision", help="branch, tag or commit on the hub")
     loading.add_argument("--max-model-len", type=int, metavar="N", help="longest input in tokens")
     loading.add_argument("--pin", action="store_true", default=None, help="never evict it")
-    loading.add_argument("--ttl", type=float, metavar="S", help="seconds without use to keep it")
+    loading.add_argument(
+        "--ttl", metavar="TIME", help="how long it stays without use: seconds, 5m, or -1 for ever"
+    )
     unloading = add_subcommand(kinds, "unload", "unload a model of a running server", unload)
     unloading.add_argument("model", metavar="NAME", help="one of its names")
     for parser in (ps, loading, unloading):

@@ -25,8 +25,8 @@ LLAMA = {
 class Server(ServerClient):
     """A server with this answer, or error."""
 
-    def __init__(self, answer: Any) -> None:
-        super().__init__("http://server:1")
+    def __init__(self, answer: Any, url: str = "http://server:1") -> None:
+        super().__init__(url)
         self._answer = answer
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
@@ -81,6 +81,14 @@ def test_a_server_that_does_not_say_is_no_reason_to_guess(answer: Any) -> None:
         assert free_memory(server) == Room(None, "http://server:1")
     line = verdict(Need(GIB, 0, 1), Room(None, "http://server:1"))
     assert line == "memory: weights 1 GiB; the free memory of http://server:1 is unknown"
+
+
+def test_a_server_of_this_machine_without_a_limit_has_what_the_machine_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mlx_parallm.worker.device.properties.free_memory_bytes", lambda: 5 * GIB)
+    with Server({"limit_bytes": None, "free_bytes": None}, "http://localhost:1") as server:
+        assert free_memory(server) == Room(5 * GIB, "this machine")
 
 
 @pytest.mark.parametrize(
