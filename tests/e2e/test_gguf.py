@@ -27,8 +27,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[ServerProcess]:
     path = write_chat(root / "chat.gguf")
+    folder = root / "models" / "org"
+    folder.mkdir(parents=True)
+    (folder / "chat.gguf").write_bytes(path.read_bytes())
+    model = random_model("qwen3")
+    write_gguf(folder / "split.gguf", model, Kind.F16, max_tensors=12)
+    write_gguf(folder / "packed.gguf", model, Kind.Q5_0)
     process = ServerProcess(
         *("--model", str(path), "--allowed-model-roots", str(root)),
+        *("--model-dir", str(root / "models")),
         env={"XDG_CACHE_HOME": str(root / "cache")},
     )
     process.wait_until_ready()
@@ -89,6 +96,24 @@ def test_a_file_is_loaded_while_the_server_runs(client: httpx2.Client, root: Pat
     assert answer(client, model="again")["choices"] == expected
     assert client.post("/v1/models/unload", json={"model": "again"}).status_code == 200
     assert answer(client, model="chat")["choices"] == expected
+
+
+def test_files_of_a_folder_are_loaded_by_their_names(client: httpx2.Client) -> None:
+    names = {each["id"] for each in client.get("/v1/models").json()["data"]}
+    first = "org/split-00001-of-00003.gguf"
+    assert names >= {"org/chat.gguf", first, "org/packed.gguf"}
+    assert not any("00002-of" in name for name in names)
+    expected = answer(client, model="chat")["choices"]
+    assert answer(client, model="org/chat.gguf")["choices"] == expected
+    request = {"prompt": [[1, 2, 3]], "max_tokens": 4, "ignore_eos": True}
+    reply = client.post("/v1/completions", json={"model": first, **request})
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["usage"]["completion_tokens"] == 4
+    reply = client.post("/v1/completions", json={"model": "org/packed.gguf", **request})
+    assert reply.status_code == 400
+    assert "Q5_0" in reply.json()["error"]["message"]
+    for name in ("org/chat.gguf", first):
+        assert client.post("/v1/models/unload", json={"model": name}).status_code == 200
 
 
 def test_a_bad_file_is_refused_by_the_route(client: httpx2.Client, root: Path) -> None:
