@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from benchmarks.adapter_swap import model_config
 from benchmarks.checks import Check
 from benchmarks.fairness import gaps_within
@@ -52,6 +54,9 @@ TWENTY_MILLION = CONFIG | {
     "num_attention_heads": 8,
 }
 READ_BYTES = 16 << 20
+# GPU_OPTIONS: room for both models and the KV that they may want; by default there is room for the
+# models of the start.
+GPU_OPTIONS = ("--memory", "60GiB", "--max-model-len", "1024", "--max-num-seqs", "64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +185,23 @@ def gpu_part(args: Namespace) -> tuple[list[Check], dict[str, Any]]:
     folders = [
         make_model(args.folder / shape, config=model_config(shape, "bfloat16")) for shape in shapes
     ]
+    mx.clear_cache()
     read_s = seconds_to_read(folders[1])
-    rounds = _measured(folders[0], folders[0], folders[1], args)
+    rounds = _measured(folders[0], folders[0], folders[1], args, GPU_OPTIONS)
     checks = gpu_checks(rounds, read_s)
     return checks, {"rounds": [asdict(each) for each in rounds], "read_s": read_s}
 
 
-def _measured(model: Path | None, tokens: Path, swapped: Path, args: Namespace) -> list[Round]:
+def _measured(
+    model: Path | None,
+    tokens: Path,
+    swapped: Path,
+    args: Namespace,
+    options: Sequence[str] = (),
+) -> list[Round]:
     """Return the rounds of streams of one model beside another; ``tokens`` has the tokenizer."""
-    options = [*args.server_options.split(), "--allowed-model-roots", str(args.folder.resolve())]
+    roots = ("--allowed-model-roots", str(args.folder.resolve()))
+    options = [*options, *roots, *args.server_options.split()]
     tokenizer = load_tokenizer(tokens)
     with mlx_parallm_server(model, options) as server:
         prompts = [
