@@ -160,9 +160,10 @@ class Residency:
             left.set()
 
     def set_ttl(self, entry: ModelEntry, ttl_s: float | None) -> None:
-        """Evict a model after so many idle seconds from now on; None: never."""
+        """Evict a model after so many idle seconds, counted from its next request; None: never."""
+        # No timer starts before the request that brought the time: 0 would evict the model while
+        # that request is prepared.
         entry.ttl_s = ttl_s
-        entry.arm(self._expire)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
         task = asyncio.ensure_future(work)
@@ -179,6 +180,9 @@ class Residency:
             is_due = entry.expires_s <= asyncio.get_running_loop().time()
             if is_due and entry.may_leave and not entry.num_open:
                 logger.info("%s is evicted, as it was idle for %g s", entry.name, entry.ttl_s)
+                if entry.ttl_s == 0:
+                    # It was to leave once; the requests that bring it back are others'.
+                    entry.ttl_s = self._config.ttl_s
                 await self._evict(entry)
                 await self._room.grow_idle()
 

@@ -6,6 +6,7 @@ from fastapi import Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.http.declared import INPUT
+from mlx_parallm.api.http.keep_alive import note_keep_alive
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.ollama.answer import (
@@ -32,9 +33,10 @@ from mlx_parallm.api.ollama.schema import (
 )
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.logprobs import TokenNames
-from mlx_parallm.api.turns.prelude import Admitted, Prelude, PreludeDep
+from mlx_parallm.api.turns.prelude import Admitted, Prelude, PreludeDep, generator
 from mlx_parallm.api.turns.prepare import prepare_turn
 from mlx_parallm.api.turns.stream import TurnStream, respond
+from mlx_parallm.engine.status import ModelState
 from mlx_parallm.types.request import GenerateRequest
 
 routes = Routes(CHAT, dialect=OLLAMA, body_limit=INPUT, in_any_process=True)
@@ -44,9 +46,9 @@ routes = Routes(CHAT, dialect=OLLAMA, body_limit=INPUT, in_any_process=True)
 async def ollama_chat(body: OllamaChatRequest, prelude: PreludeDep) -> Response:
     """Continue a conversation, in Ollama's shape; without messages, load the model."""
     times = Durations()
-    admitted = await _admit(body, prelude)
     if not body.messages:
-        return JSONResponse(empty_answer(admitted.name, "load", is_chat=True))
+        return await _answer_nothing(body, prelude)
+    admitted = await _admit(body, prelude)
     with named_by(CHAT_FIELDS):
         turn = await prelude.on_body(lambda: chat_turn(body, prelude))
         prepared = await prepare_turn(turn, admitted.model, prelude.images)
@@ -57,9 +59,9 @@ async def ollama_chat(body: OllamaChatRequest, prelude: PreludeDep) -> Response:
 async def ollama_generate(body: OllamaGenerateRequest, prelude: PreludeDep) -> Response:
     """Answer or continue a prompt, in Ollama's shape; without one, load the model."""
     times = Durations()
-    admitted = await _admit(body, prelude)
     if not (body.prompt or body.suffix or body.images):
-        return JSONResponse(empty_answer(admitted.name, "load", is_chat=False))
+        return await _answer_nothing(body, prelude)
+    admitted = await _admit(body, prelude)
     check_template(body)
     with named_by(PROMPT_FIELDS):
         if body.raw or body.suffix:
@@ -75,6 +77,24 @@ async def _admit(body: GenerationFields, prelude: Prelude) -> Admitted:
     name = served_name(prelude.engine, body.model)
     admitted = await prelude.admit(name, takes_sources=True)
     return Admitted(prelude, body.model or admitted.name, admitted.model)
+
+
+async def _answer_nothing(body: GenerationFields, prelude: Prelude) -> Response:
+    """Bring a model of any kind into memory; with a ``keep_alive`` of 0 let it leave."""
+    engine = prelude.engine
+    name = served_name(engine, body.model)
+    if name is None:
+        name, _ = generator(engine, None, takes_sources=True)
+    status = engine.find(name)
+    if status is None:
+        raise engine.not_found(name)
+    leaves = body.keep_alive == 0
+    if status.state is ModelState.LOADED or not leaves:
+        note_keep_alive(prelude.request, engine, name)
+        await engine.wait(name, prelude.client)
+    is_chat = isinstance(body, OllamaChatRequest)
+    reason = "unload" if leaves else "load"
+    return JSONResponse(empty_answer(body.model or name, reason, is_chat=is_chat))
 
 
 async def _answer(

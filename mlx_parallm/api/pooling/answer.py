@@ -13,11 +13,13 @@ from fastapi import Depends, Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_parallm.api.http.dependencies import get_requests
+from mlx_parallm.api.http.keep_alive import note_keep_alive
 from mlx_parallm.api.pooling.encoded import ModelCall, are_few, num_numbers
 from mlx_parallm.api.turns.generation import unless_disconnected
 from mlx_parallm.pooling.client import PoolingClient
 from mlx_parallm.pooling.kind import POOLING
 from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput, Task
 
@@ -31,10 +33,12 @@ class PoolingPrelude:
 
     Attributes:
         request: the HTTP request.
-        client: the pooling models, as the caller may use them.
+        engine: serves the models, as the caller may use them.
+        client: the pooling models among them.
     """
 
     request: Request
+    engine: RequestClient
     client: PoolingClient
 
     def open(
@@ -54,6 +58,7 @@ class PoolingPrelude:
             kind: prefix of the answer's id.
             own_id: the rest of that id, if the body chooses it; None: a new one.
         """
+        note_keep_alive(self.request, self.engine, model.names[0])
         new_id = self.request.state.answer_id
         return PoolingCall(
             request=self.request,
@@ -67,7 +72,8 @@ class PoolingPrelude:
 
 async def get_pooling_prelude(request: Request) -> PoolingPrelude:
     """Return a request before its body is worked on."""
-    return PoolingPrelude(request, POOLING.client(await get_requests(request)))
+    engine = await get_requests(request)
+    return PoolingPrelude(request, engine, POOLING.client(engine))
 
 
 PoolingDep = Annotated[PoolingPrelude, Depends(get_pooling_prelude)]
