@@ -84,6 +84,8 @@ def test_mistakes_end_nothing(server: ServerProcess, tmp_path: Path) -> None:
         terminal.wait_for(PROMPT)
         for line, complaint in (
             ("/nope", "there is no /nope"),
+            # Longer than the name of a file may be.
+            (f"/system {'Be brief. ' * 100}\n/system\n/nope", "there is no /nope"),
             ("/image", "is not an image"),
             (f"/image {tmp_path / 'none.png'}", "is not an image that can be read"),
             ("/save", "needs the name"),

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import re
 from collections.abc import Callable, Generator, Mapping
-from pathlib import Path
+from os.path import exists
 from typing import Any
 
 from mlx_parallm.cli.chat.conversation import Conversation
@@ -104,7 +104,7 @@ class Chat:
 
     def _take(self, line: str) -> None:
         command = COMMAND.fullmatch(line)
-        if command is not None and not Path(line).exists():
+        if command is not None and not exists(line):
             action = self._commands.get(command[1])
             if action is None:
                 raise ConfigError(f"there is no /{command[1]}; /help shows all.")

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from os.path import expanduser, isfile
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class Conversation:
             ConfigError: the file is not there, or cannot be read.
         """
         try:
-            self.images.append(image_url(path if is_url(path) else Path(path).expanduser()))
+            self.images.append(image_url(path if is_url(path) else Path(expanduser(path))))
         except (OSError, ValueError) as problem:
             raise ConfigError(f"{path} is not an image that can be read: {problem}") from None
 
@@ -72,7 +73,8 @@ class Conversation:
         """Add the images whose paths are in a line; return the line without them."""
         for word in WORD.findall(line):
             path = unescaped(word)
-            if Path(path).suffix.lower() in IMAGES and Path(path).expanduser().is_file():
+            # Unlike the methods of Path, these take what a line holds, whatever its length.
+            if Path(path).suffix.lower() in IMAGES and isfile(expanduser(path)):
                 self.attach(path)
                 line = line.replace(word, "", 1)
         return line.strip()
@@ -83,7 +85,7 @@ class Conversation:
         Raises:
             ConfigError: the file exists, or cannot be written.
         """
-        file = Path(path).expanduser()
+        file = Path(expanduser(path))
         is_json = file.suffix == ".json"
         content = self._to_json() if is_json else transcript(self.turns())
         try:
