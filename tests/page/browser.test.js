@@ -1,7 +1,7 @@
 // The page in Chromium, against a server with the embedded model under two names and a key.
 
 import assert from "node:assert/strict";
-import { mkdtempSync, rmSync } from "node:fs";
+import { cpSync, mkdtempSync, rmSync } from "node:fs";
 import { createServer, request } from "node:http";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
@@ -318,6 +318,34 @@ test("models are loaded, pinned and unloaded", { timeout: 90_000 }, async () => 
     await page.context().close();
   } finally {
     await own.stop();
+  }
+});
+
+test("a model that lies in a folder is loaded by a button, and lies there again", { timeout: 90_000 }, async () => {
+  const folder = mkdtempSync(join(tmpdir(), "page-test-"));
+  cpSync(new URL("../../mlx_parallm/demo_models/chat", import.meta.url), join(folder, "mine"), { recursive: true });
+  const own = await startServer("--model", "demo:embed", "--model-dir", folder);
+  try {
+    const { page, faults } = await openPage(browser, own.url);
+    await page.getByRole("link", { name: "Server", exact: true }).click();
+    const row = page.locator("#models tbody tr", { hasText: "mine" });
+    const state = row.locator('td[data-name="State"]');
+    await state.getByText("available", { exact: true }).waitFor();
+    assert.match(await row.locator('td[data-name="Files"]').textContent(), /MiB/);
+    await row.getByRole("button", { name: "Load" }).click();
+    await state.getByText("loaded", { exact: true }).waitFor();
+    await page.getByRole("link", { name: "Playground" }).click();
+    await page.locator("option", { hasText: "mine" }).first().waitFor({ state: "attached" });
+    await say(page, "What is 2 + 2?");
+    await page.getByRole("link", { name: "Server", exact: true }).click();
+    page.once("dialog", (question) => question.accept());
+    await row.getByRole("button", { name: "Unload" }).click();
+    await state.getByText("available", { exact: true }).waitFor();
+    assert.deepEqual(faults, []);
+    await page.context().close();
+  } finally {
+    await own.stop();
+    rmSync(folder, { recursive: true });
   }
 });
 
