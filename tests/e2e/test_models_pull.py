@@ -42,7 +42,15 @@ INDEXED_FILES = {
     "trunk.safetensors": b"t" * 1000,
     "other.safetensors": b"o" * 1000,
 }
-REPOS = {REPO: FILES, INDEXED: INDEXED_FILES, "org/empty": {"README.md": b"# Nothing"}}
+#: Nothing of it is an object of JSON.
+ODD = "org/odd"
+ODD_FILES = {"config.json": b"[" * 100_000, "model.safetensors": b"w" * 1000}
+REPOS = {
+    ODD: ODD_FILES,
+    REPO: FILES,
+    INDEXED: INDEXED_FILES,
+    "org/empty": {"README.md": b"# Nothing"},
+}
 SERVED = {"config.json", "model.safetensors", "tokenizer.json"}
 OFFLINE = """
 import sys
@@ -182,6 +190,13 @@ def test_a_pull_that_did_not_end_is_listed_and_not_served_offline(
     hub.refused_files.clear()
     assert pull(hub, tmp_path, REPO).returncode == 0
     assert subprocess.run(command, env=offline, check=True, capture_output=True).stdout
+
+
+@pytest.mark.slow
+def test_a_config_that_says_nothing_is_pulled_as_it_is(hub: FakeHub, tmp_path: Path) -> None:
+    done = pull(hub, tmp_path, ODD)
+    assert done.returncode == 0
+    assert "the weights fit: weights 1000 bytes + KV of one context" in done.stderr
 
 
 @pytest.mark.slow

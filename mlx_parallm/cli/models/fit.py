@@ -13,7 +13,7 @@ from mlx_parallm.models.checkpoints.decoder_sizes import (
     context_length,
     kv_bytes_per_token,
 )
-from mlx_parallm.types.json_values import is_object
+from mlx_parallm.types.json_values import is_list, is_object
 from mlx_parallm.units import readable_bytes
 
 #: ``GENERATORS``: endings of the names of classes whose models keep KV.
@@ -39,7 +39,7 @@ class Need:
         """Return the need of a model by its config.json and the size of its weights."""
         context = max_model_len or context_length(dict(config)) or DEFAULT_MAX_MODEL_LEN
         names = config.get("architectures")
-        if names and not str(names[0]).endswith(GENERATORS):
+        if is_list(names) and names and not str(names[0]).endswith(GENERATORS):
             return cls(weights, 0, context)
         per_token = kv_bytes_per_token(config)
         return cls(weights, None if per_token is None else per_token * context, context)

@@ -148,10 +148,18 @@ def need_of(repository: Repository, files: Sequence[HubFile], max_model_len: int
     config: dict[str, Any] = {}
     for file in repository.files:
         if file.name == CONFIG:
-            content = json.loads((repository.blobs / file.digest).read_bytes())
-            config = content if is_object(content) else {}
+            config = _read_object(repository.blobs / file.digest)
     weights = sum(file.size for file in files if file.name.endswith(WEIGHTS))
     return Need.of(config, weights, max_model_len)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """Return the object in a file; an empty one for anything else, which a load will refuse."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        return {}
+    return content if is_object(content) else {}
 
 
 def describe(repository: Repository, files: Sequence[HubFile]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from mlx_parallm.types.json_values import is_mapping
+
 # LENGTH_KEYS and HEAD_KEYS are fields of config.json for the longest sequence and the number of
 # attention heads, in order of preference.
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -77,7 +79,7 @@ def kv_bytes_per_token(config: Mapping[str, Any]) -> int | None:
     It is an estimate, for models whose weights are not here yet: loading them measures it.
     """
     layers, heads = _kv_layers(config), _first_value(config, HEAD_KEYS)
-    if layers is None or heads is None:
+    if layers is None or heads is None or heads < 1:
         return None
     dtype = str(_field(config, "torch_dtype") or _field(config, "dtype"))
     size = 4 if dtype == "float32" else 2
@@ -103,7 +105,7 @@ def _latent_values(config: Mapping[str, Any], heads: int) -> int:
 def _kv_layers(config: Mapping[str, Any]) -> int | None:
     kinds = _field(config, "layer_types")
     if isinstance(kinds, list):
-        return sum(kind in KV_LAYERS for kind in cast("list[Any]", kinds))
+        return sum(str(kind) in KV_LAYERS for kind in cast("list[Any]", kinds))
     return _first_value(config, LAYER_KEYS)
 
 
@@ -113,14 +115,17 @@ def _first_value(config: Mapping[str, Any], keys: Sequence[str]) -> int | None:
 
 
 def _field(config: Mapping[str, Any], key: str) -> Any:
-    text: Mapping[str, Any] = config.get("text_config") or {}
-    return config.get(key, text.get(key))
+    return config.get(key, _text_config(config).get(key))
 
 
 def config_value(config: Mapping[str, Any], key: str) -> int | None:
     """Return an integer field of a config.json, or of its ``text_config``; None if it has none."""
-    text: Mapping[str, Any] = config.get("text_config") or {}
-    for part in (config, text):
+    for part in (config, _text_config(config)):
         if isinstance(part.get(key), int):
             return part[key]
     return None
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config")
+    return text if is_mapping(text) else {}

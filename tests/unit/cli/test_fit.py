@@ -68,6 +68,8 @@ def test_the_context_may_be_chosen() -> None:
         ({"architectures": ["BertModel"]}, "weights 1 GiB"),
         ({"architectures": ["XForCausalLM"]}, "weights 1 GiB + KV of one context (4,096 tokens) "
          "unknown"),
+        ({"architectures": {"a": 1}, "max_position_embeddings": "long", "text_config": 1},
+         "weights 1 GiB + KV of one context (4,096 tokens) unknown"),
         ({}, "weights 1 GiB + KV of one context (4,096 tokens) unknown"),
     ],
 )  # fmt: skip

@@ -37,6 +37,13 @@ DEEPSEEK_V3 = {
         ({}, None),
         ({"num_hidden_layers": 2, "num_attention_heads": 4}, None),
         ({"num_hidden_layers": "many", "num_attention_heads": 4}, None),
+        (LLAMA | {"num_attention_heads": 0}, None),
+        (LLAMA | {"num_attention_heads": -1}, None),
+        (LLAMA | {"layer_types": [[], {}, None, 1]}, 0),
+        (LLAMA | {"layer_types": "full_attention"}, 128 * 1024),
+        ({"text_config": "llama"}, None),
+        ({"text_config": [1]}, None),
+        (LLAMA | {"head_dim": 0}, 128 * 1024),
     ],
 )
 def test_a_tokens_kv(config: dict[str, Any], expected: int | None) -> None:
