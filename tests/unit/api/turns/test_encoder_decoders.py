@@ -60,6 +60,8 @@ SERVED = {
     "/v1/responses/{response_id}",
     "/v1/messages",
     "/v1/messages/count_tokens",
+    "/api/chat",
+    "/api/generate",
     "/tokenize",
     "/",
     "/models/{name:path}",
@@ -204,3 +206,37 @@ async def test_images_are_refused() -> None:
     body = {"model": NAME, "messages": [{"role": "user", "content": [image]}]}
     answer = await post(FakeSeq2Seq(seq2seq_model(templated=True)), "/v1/chat/completions", body)
     assert (answer.status_code, "images" in answer.text) == (400, True)
+
+
+OLLAMA: dict[str, dict[str, Any]] = {
+    "/api/chat": {"messages": MESSAGES},
+    "/api/generate": {"prompt": "hi"},
+}
+
+
+@pytest.mark.parametrize("path", OLLAMA)
+async def test_ollamas_routes_take_the_text_of_a_template_as_the_source(path: str) -> None:
+    engine = FakeSeq2Seq(seq2seq_model(templated=True))
+    answer = await post(engine, path, {"model": NAME, "stream": False} | OLLAMA[path])
+    assert answer.status_code == 200, answer.text
+    request = taken(engine)
+    assert source_ids(request.inputs[0]) == [*b"user: hi\n"]
+    assert request.prompt_ids == (START,)
+    assert answer.json()["prompt_eval_count"] == len("user: hi\n") + 1
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "why"),
+    [
+        ("/api/chat", {}, "use /v1/completions"),
+        ("/api/generate", {}, "use /v1/completions"),
+        ("/api/generate", {"raw": True}, f"{NAME} is an encoder-decoder"),
+    ],
+)
+async def test_ollamas_routes_refuse_it_without_a_template(
+    path: str, more: dict[str, Any], why: str
+) -> None:
+    engine = FakeSeq2Seq()
+    answer = await post(engine, path, {"model": NAME, "stream": False} | OLLAMA[path] | more)
+    assert (answer.status_code, why in answer.json()["error"]) == (400, True), answer.text
+    assert engine.submitted.empty()
