@@ -206,7 +206,7 @@ class FakeCore:
     def not_found(self, name: str) -> ModelNotFoundError:
         return ModelNotFoundError(name)
 
-    async def wait(self, name: str) -> None:
+    async def wait(self, name: str, client: str = "") -> None:
         raise ModelNotFoundError(name)
 
     async def open_reader(self, request: PoolRequest) -> AnswerReader[PoolingResults]:

@@ -235,10 +235,11 @@ class FakeEngine:
             raise ModelNotFoundError(name)
         return self._model
 
-    async def wait(self, name: str) -> None:
-        if self.pooling is None:
+    async def wait(self, name: str, client: str = "") -> None:
+        if self.pooling is not None:
+            await self.pooling.thread.wait(name, client)
+        elif self.find(name) is None:
             raise ModelNotFoundError(name)
-        await self.pooling.thread.wait(name)
 
     async def refresh(self) -> None:
         pass

@@ -49,7 +49,7 @@ class LoadingEncoders:
         is_loaded = self.is_loaded.is_set()
         return [ModelEntry(ModelConfig(), ("new",), model if is_loaded else None).status()]
 
-    async def wait(self, name: str) -> None:
+    async def wait(self, name: str, client: str = "") -> None:
         assert name == "new"
         self.waited += 1
         if self.failure is not None:
