@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -17,7 +18,7 @@ from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.kind import PendingModel
 from mlx_parallm.engine.live_weights import WeightsHistory
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.engine.models import ServedEngine, WorkBeside
+from mlx_parallm.engine.models import EngineState, ServedEngine, WorkBeside
 from mlx_parallm.engine.policies import AdapterUpload, Policies
 from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.types.errors import ParallmError
@@ -247,6 +248,10 @@ class EngineDoor(Protocol):
 
     def send(self, action: EngineCommand[Any]) -> None:
         """Have a command carried out without waiting for it."""
+        ...
+
+    def ask(self, question: Callable[[EngineState], Any], /, key: Hashable = None) -> Future[Any]:
+        """Ask any of the engines that serve; see ``Ask``."""
         ...
 
     def hold(self, model: str) -> AbstractAsyncContextManager[None]:

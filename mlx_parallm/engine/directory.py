@@ -121,7 +121,10 @@ class ModelDirectory:
         self._residency.start_timers()
         await self._residency.settle()
         while self._catalogue:
+            before = set(self._residency.by_name)
             self.list_found(await asyncio.to_thread(self._catalogue.scan))
+            if set(self._residency.by_name) != before:
+                await self._control.announce()
             await asyncio.sleep(SCAN_S)
 
     def scan(self) -> None:

@@ -26,7 +26,7 @@ from mlx_parallm.engine.commands import (
 from mlx_parallm.engine.kind import Kind, MemoryWish, OpenModel, TakesMemory
 from mlx_parallm.engine.ledger import KV, WEIGHTS
 from mlx_parallm.engine.model_files import kind_of, model_folder
-from mlx_parallm.engine.models import KindTraits, ServedEngine, ServedModel
+from mlx_parallm.engine.models import KindTraits, LoadedModel, ServedEngine, ServedModel
 from mlx_parallm.engine.thread_streams import free_streams
 from mlx_parallm.models.checkpoints.weight_files import weight_files
 from mlx_parallm.types.errors import ParallmError
@@ -83,7 +83,7 @@ class ModelLoader:
                 if progress.wish is not None:
                     granted = await promise(KV, progress.wish, kind.traits)
                     await door.call(GrantMemory(number, granted))
-            return await door.call(CommitLoad(number))
+            return (await door.call(CommitLoad(number))).unpack(door.ask)
         except BaseException:
             # Its arrays are freed on the thread that made them, before others may take their bytes.
             with contextlib.suppress(ParallmError):
@@ -99,7 +99,8 @@ class ModelLoader:
 
     async def resize(self, name: str, num_bytes: int) -> ServedModel | None:
         """Give an idle model so many bytes besides its weights; None if they cannot change."""
-        return await self._door.call(ResizeMemory(name, num_bytes))
+        loaded = await self._door.call(ResizeMemory(name, num_bytes))
+        return None if loaded is None else loaded.unpack(self._door.ask)
 
     async def forget(self, name: str) -> None:
         """Forget the adapters of a model that was dropped and does not come back."""
@@ -238,12 +239,12 @@ class DropLoad(EngineCommand[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class CommitLoad(Change, EngineCommand[ServedModel]):
+class CommitLoad(Change, EngineCommand[LoadedModel]):
     """Finish a load: requests may run on the model from now on."""
 
     number: int
 
-    def __call__(self, loop: LoopState) -> ServedModel:
+    def __call__(self, loop: LoopState) -> LoadedModel:
         """Apply the command."""
         # If this fails, ``DropLoad`` frees what there is.
         pending = loop.pending[self.number]
@@ -253,18 +254,18 @@ class CommitLoad(Change, EngineCommand[ServedModel]):
         pending.close()
         assert built.engine is not None
         _join(name, built.engine, loop)
-        return built.model
+        return LoadedModel(name, built.model)
 
     @override
-    def noted(self, journal: StateJournal, result: ServedModel) -> None:
+    def noted(self, journal: StateJournal, result: LoadedModel) -> None:
         begin = journal.pending.pop(("load", self.number))
         grant = journal.pending.pop(("grant", self.number), None)
         granted = () if grant is None else (grant,)
-        journal.models[result.names[0]] = (begin, *granted, FinishLoad(self.number), self)
+        journal.models[result.name] = (begin, *granted, FinishLoad(self.number), self)
 
 
 @dataclass(frozen=True, slots=True)
-class ResizeMemory(Change, EngineCommand[ServedModel | None]):
+class ResizeMemory(Change, EngineCommand[LoadedModel | None]):
     """Give an idle model so many bytes besides its weights; None if it is not there, or cannot.
 
     What it had computed before is forgotten, except what is kept outside of the device's memory.
@@ -273,7 +274,7 @@ class ResizeMemory(Change, EngineCommand[ServedModel | None]):
     name: str
     num_bytes: int
 
-    def __call__(self, loop: LoopState) -> ServedModel | None:
+    def __call__(self, loop: LoopState) -> LoadedModel | None:
         """Apply the command."""
         engine = loop.engines.get(self.name)
         if engine is None or (engine.live is not None and engine.live.asleep):
@@ -284,10 +285,10 @@ class ResizeMemory(Change, EngineCommand[ServedModel | None]):
             return None
         assert built.engine is not None
         _join(self.name, built.engine, loop)
-        return built.model
+        return LoadedModel(self.name, built.model)
 
     @override
-    def noted(self, journal: StateJournal, result: ServedModel | None) -> None:
+    def noted(self, journal: StateJournal, result: LoadedModel | None) -> None:
         journal.resized[self.name] = self
 
 

@@ -318,6 +318,27 @@ class ServedModel(Protocol):
         return self
 
 
+class LoadedModel:
+    """A model as the result of a command, which may have to go to another process.
+
+    Attributes:
+        name: its first name.
+    """
+
+    def __init__(self, name: str, model: ServedModel | PackedModel) -> None:
+        self.name = name
+        self._model = model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to pickle it: the model is packed."""
+        model: Any = self._model
+        return LoadedModel, (self.name, model.packed())
+
+    def unpack(self, ask: Ask) -> ServedModel:
+        """Return the model; ``ask`` queries the engines that it came from."""
+        return self._model.unpack(ask)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindTraits:
     """Facts that the models of one kind have in common.
