@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.confinement import check_name
+from mlx_parallm.demo_models.folders import DEMO_NAME, demo_folder
 from mlx_parallm.engine.adapter_control import with_adapter
 from mlx_parallm.engine.catalogue import Catalogue, FoundModel
 from mlx_parallm.engine.control import EngineControl
@@ -205,8 +206,9 @@ class ModelDirectory:
         """
         entry = self._residency.by_name.get(name)
         if entry is not None:
-            own = None if entry.config.path is None else Path(entry.config.path).expanduser()
-            entry.is_changed = folder is None or own is None or folder.resolve() != own.resolve()
+            source = entry.config.path or DEMO_NAME
+            own = demo_folder(source) or Path(source).expanduser()
+            entry.is_changed = folder is None or folder.resolve() != own.resolve()
 
     async def load(self, load: ModelLoad) -> ModelStatus:
         """Serve one more model; return once it is loaded.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import count
+from traceback import clear_frames
 from typing import Protocol
 
 from typing_extensions import override
@@ -84,8 +85,10 @@ class ModelLoader:
                     granted = await promise(KV, progress.wish, kind.traits)
                     await door.call(GrantMemory(number, granted))
             return (await door.call(CommitLoad(number))).unpack(door.ask)
-        except BaseException:
-            # Its arrays are freed on the thread that made them, before others may take their bytes.
+        except BaseException as problem:
+            # The frames that failed hold arrays. The others are freed on the thread that made them,
+            # before another model may take their bytes.
+            clear_frames(problem.__traceback__)
             with contextlib.suppress(ParallmError):
                 await asyncio.shield(asyncio.ensure_future(door.call(DropLoad(number))))
             raise
@@ -121,7 +124,6 @@ def _read(
     Raises:
         ModelLoadError: it cannot be fetched or read.
     """
-    assert config.path is not None
     folder = model_folder(config, lambda _, share: on_progress(share / 2))
     kind = kind_of(kinds, config, folder)
     try:
