@@ -39,6 +39,8 @@ COMPOSED = {
     "model.kv_cache_dtype",
     "cache.num_engines",
     "memory.num_engines",
+    "loading.min_use_s",
+    "loading.model",
     "encoders.max_batch_wait_ms",
     "media.max_pixels_in_flight",
     "media.max_fetched_bytes",
