@@ -13,7 +13,6 @@ from mlx_parallm.engine.turns import TurnTaker
 from mlx_parallm.types.work import Event, EventReader, StateCache
 
 if TYPE_CHECKING:
-    from mlx_parallm.engine.kind import BuiltModel
     from mlx_parallm.engine.live_weights import LiveWeights
     from mlx_parallm.engine.policies import NamedAdapter, Policies
     from mlx_parallm.worker.worker import Worker
@@ -90,8 +89,8 @@ class ServedEngine(TurnTaker, Protocol):
         """Free the memory of the model, which has no requests."""
         ...
 
-    def resized(self, num_bytes: int) -> BuiltModel | None:
-        """Return the model with so many bytes of memory besides its weights, in another engine.
+    def resized(self, num_bytes: int) -> Any:
+        """Return a ``BuiltModel`` with so many bytes besides its weights, in another engine.
 
         This one, which has no requests, steps no more. By default it is None: the memory of a model
         does not change.
