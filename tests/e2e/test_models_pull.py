@@ -108,7 +108,7 @@ def test_a_pull_that_is_cut_off_three_times_goes_on(hub: FakeHub, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", sorted(SERVED))
 def test_another_digest_is_refused_and_removed(hub: FakeHub, tmp_path: Path, name: str) -> None:
     hub.sent[name] = FILES[name][:-1] + b"!"
     done = pull(hub, tmp_path, REPO)
