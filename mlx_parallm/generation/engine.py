@@ -279,8 +279,8 @@ class GenerationEngine(ServedEngine):
 
     @override
     def release(self) -> None:
-        if self.live is not None:
-            self.live.end_hashing()
+        # Hashing goes on: a later load of the model takes over what this one chose once its content
+        # is known.
         if self._tiers is not None:
             self._tiers.close()
         self._runner.release()

@@ -272,3 +272,18 @@ def test_tokens_and_log_probabilities_are_those_of_the_first_load(
     checks.clear()
     assert answers(folder) == first
     assert checks == []
+
+
+def test_a_model_that_is_unloaded_at_once_is_remembered_too(
+    tmp_path: Path, checks: list[str]
+) -> None:
+    folder, plans = qwen(tmp_path / "model"), tmp_path / "plans"
+    first = load(folder, plans)
+    assert first.engine is not None
+    assert first.engine.live is not None
+    first.engine.live.begin_hashing()
+    first.engine.release()
+    first.engine.live.contents.join()
+    checks.clear()
+    load(hub_copy(folder, tmp_path / "copy"), plans)
+    assert checks == []
