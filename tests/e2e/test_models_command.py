@@ -76,7 +76,8 @@ def test_a_model_is_loaded_shown_and_unloaded(server: ServerProcess, capsys: Out
 
 
 def test_chat_shows_that_its_model_is_loaded(server: ServerProcess, capsys: Output) -> None:
-    with PseudoTerminal(["mlx_parallm", "chat", "org/talker", "--url", server.url]) as terminal:
+    command = ["mlx_parallm", "chat", "org/talker", "--temperature", "0", "--url", server.url]
+    with PseudoTerminal(command) as terminal:
         terminal.wait_for(">>> ")
         terminal.type("What is 17 + 25?\n")
         terminal.wait_for("(org/talker was loaded in ")

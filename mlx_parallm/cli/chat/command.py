@@ -45,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model that generates, or the embedded one)",
     )
     parser.add_argument("--system", default="", metavar="TEXT", help="system prompt")
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="of sampling (default: the model's)"
+    )
     add_server_arguments(parser)
 
 
@@ -53,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     models = [] if args.model is None else [args.model]
     with server_of(args) as place, running_server(place, models) as server:
         model = args.model or first_generator(server.url, server.models())
-        Chat(server, Conversation(model, args.system), Terminal()).run()
+        conversation = Conversation(model, args.system, temperature=args.temperature)
+        Chat(server, conversation, Terminal()).run()
     return 0
 
 

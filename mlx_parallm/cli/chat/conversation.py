@@ -29,12 +29,14 @@ class Conversation:
         system: the system prompt; empty for none.
         messages: turns of the user and the model, in OpenAI's form.
         images: URLs of images of the next question.
+        temperature: of sampling; None for the model's own.
     """
 
     model: str
     system: str = ""
     messages: list[Message] = field(default_factory=list[Message])
     images: list[str] = field(default_factory=list[str])
+    temperature: float | None = None
 
     def ask(self, text: str) -> dict[str, Any]:
         """Add a question with the images, and return the body of its request."""
@@ -44,7 +46,8 @@ class Conversation:
         content = [*parts, {"type": "text", "text": text}] if parts else text
         self.messages.append({"role": "user", "content": content})
         self.images = []
-        return {"model": self.model, "messages": self.turns(), "stream": True}
+        body = {"model": self.model, "messages": self.turns(), "stream": True}
+        return body if self.temperature is None else body | {"temperature": self.temperature}
 
     def answer(self, text: str) -> None:
         """Add an answer; without any, take its question back."""

@@ -71,6 +71,11 @@ def test_images_go_with_one_question(folder: Path) -> None:
     )
 
 
+def test_a_temperature_is_sent_if_it_is_set() -> None:
+    assert "temperature" not in Conversation("m").ask("Hello")
+    assert Conversation("m", temperature=0.0).ask("Hello")["temperature"] == 0.0
+
+
 @pytest.mark.parametrize("path", ["", "none.png", "~nobody-of-this-name/a.png", "x" * 5000, "\0"])
 def test_an_image_that_cannot_be_read(path: str) -> None:
     with pytest.raises(ConfigError, match="is not an image that can be read"):
