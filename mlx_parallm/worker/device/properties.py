@@ -11,7 +11,6 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
@@ -84,7 +83,7 @@ def backend_name() -> str:
 def arithmetic() -> str:
     """Return what decides the bits of results: MLX, the device and, on a CPU, BLAS and threads."""
     backend = backend_name()
-    library = f"MLX {version('mlx')}"
+    library = f"MLX {mx.__version__}"
     if backend != "cpu":
         return f"{library}, {mx.device_info().get('device_name') or backend}"
     threads = os.environ.get("OPENBLAS_NUM_THREADS") or num_processors()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import asdict, fields, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.models.checkpoints.contents import SeenFolder
 from mlx_parallm.storage.cache_folder import CacheFolder
+from mlx_parallm.worker.device.properties import arithmetic
 from mlx_parallm.worker.generation.load import remembered
 from mlx_parallm.worker.generation.load.plan import DecoderChoices, GenerationSpec
 from mlx_parallm.worker.generation.load.proposal_check import ProposalChoice
@@ -192,3 +194,14 @@ def test_choices_that_were_taken_over_are_not_written_again(tmp_path: Path) -> N
     plans.put(SPEC, CONTENT, CHOICES, WEIGHT_BYTES)
     LoadMemory(plans, SPEC, seen).note(seen, replace(CHOICES, path="other"), WEIGHT_BYTES)
     assert plans.find(SPEC, CONTENT) == CHOICES
+
+
+def test_packages_without_metadata_have_a_key_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata.Distribution, "discover", lambda **_: iter(()))
+    arithmetic.cache_clear()
+    plans = RememberedPlans(tmp_path)
+    plans.put(SPEC, CONTENT, CHOICES, WEIGHT_BYTES)
+    assert plans.find(SPEC, CONTENT) == CHOICES
+    arithmetic.cache_clear()
