@@ -83,7 +83,7 @@ def backend_name() -> str:
 def arithmetic() -> str:
     """Return what decides the bits of results: MLX, the device and, on a CPU, BLAS and threads."""
     backend = backend_name()
-    library = f"MLX {mx.__version__}"
+    library = f"MLX {getattr(mx, '__version__', 'of an unknown version')}"
     if backend != "cpu":
         return f"{library}, {mx.device_info().get('device_name') or backend}"
     threads = os.environ.get("OPENBLAS_NUM_THREADS") or num_processors()
