@@ -182,7 +182,7 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.engine_config = EngineConfig()
         self.control = FakeControl()
-        self.directory = FakeDirectory()
+        self.directory: Any = FakeDirectory()
         #: The time that bodies have asked for, by the model's name.
         self.ttls: dict[str, float | None] = {}
         #: The pooling models beside the model that generates; None if there are none.

@@ -17,7 +17,7 @@ import pytest
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS, PREFIX
 from tests.server_process import ServerProcess
 
-HI = [{"role": "user", "content": "Hello!"}]
+HI: Any = [{"role": "user", "content": "Hello!"}]
 ADMIN = {"authorization": "Bearer admin"}
 KEY = {"authorization": "Bearer key"}
 LOADED, EVICTED, AVAILABLE = "loaded", "evicted", "available"
@@ -118,7 +118,7 @@ def test_a_stream_hears_of_the_load_and_clients_read_it(server: ServerProcess) -
             messages=HI,
             max_tokens=4,
             stream=True,
-            temperature=0,  # type: ignore[arg-type]
+            temperature=0,
         )
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
     assert text == chat(server, "b").json()["choices"][0]["message"]["content"]
@@ -131,7 +131,7 @@ async def test_all_that_come_meanwhile_wait_for_one_load(server: ServerProcess) 
             *(
                 api.chat.completions.create(
                     model=model,
-                    messages=HI,  # type: ignore[arg-type]
+                    messages=HI,
                     max_tokens=4,
                     temperature=0,
                 )

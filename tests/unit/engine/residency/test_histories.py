@@ -49,6 +49,8 @@ MAX_USE_S = 20.0
 
 
 class FakeModel(ServedModel):
+    root, created = "", 0
+
     def __init__(self, name: str, kv: int) -> None:
         self.names = (name,)
         self.traits = POOLING if name in "pq" else GENERATION
