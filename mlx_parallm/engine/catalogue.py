@@ -47,7 +47,9 @@ class Catalogue:
 
     def __init__(self, config: LoadingConfig) -> None:
         """Prepare; ``config`` names the roots."""
-        self._roots = [Path(root).expanduser().resolve() for root in config.directories]
+        # ``Path.resolve`` raises for a link to itself.
+        roots = [os.path.realpath(Path(root).expanduser()) for root in config.directories]
+        self._roots = [Path(root) for root in roots]
         self._hub_cache = Path(HF_HUB_CACHE) if config.scans_hub_cache else None
 
     def __bool__(self) -> bool:
@@ -77,8 +79,8 @@ def _models_in(folder: Path, root: Path) -> Iterator[FoundModel]:
     """Yield the models directly in a folder: GGUF files, and folders."""
     for entry in _entries(folder):
         path = Path(entry.path)
-        is_file = entry.name.endswith(GGUF) and entry.is_file() and _is_first(entry.name)
-        if is_file and path.resolve().is_relative_to(root):
+        is_model = entry.name.endswith(GGUF) and _is_first(entry.name) and _is_file(entry)
+        if is_model and path.resolve().is_relative_to(root):
             yield FoundModel(path.relative_to(root).as_posix(), path, _split_bytes(path))
     for path in _folders(folder, root):
         if (size := _weight_bytes(path)) is not None:
@@ -129,6 +131,13 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:
         # A loop of links.
+        return False
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:
         return False
 
 

@@ -122,11 +122,18 @@ class ModelDirectory:
         self._residency.start_timers()
         await self._residency.settle()
         while self._catalogue:
-            before = set(self._residency.by_name)
-            self.list_found(await asyncio.to_thread(self._catalogue.scan))
-            if set(self._residency.by_name) != before:
-                await self._control.announce()
+            try:
+                await self._look()
+            except Exception:
+                logger.exception("the folders of models cannot be looked at; trying again")
             await asyncio.sleep(SCAN_S)
+
+    async def _look(self) -> None:
+        """List the models that lie in folders, and let other processes know of a change."""
+        before = set(self._residency.by_name)
+        self.list_found(await asyncio.to_thread(self._catalogue.scan))
+        if set(self._residency.by_name) != before:
+            await self._control.announce()
 
     def scan(self) -> None:
         """List the models that lie in folders."""

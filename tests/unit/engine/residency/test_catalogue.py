@@ -120,3 +120,45 @@ def test_without_folders_there_is_nothing_to_look_at() -> None:
     catalogue = Catalogue(LoadingConfig())
     assert not catalogue
     assert catalogue.scan() == {}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "x.gguf",
+        "x-00001-of-00002.gguf",
+        "x-00002-of-00002.gguf",
+        "x",
+        "org/x.gguf",
+        "org/x",
+        "model/config.json",
+        "model/more.safetensors",
+        "model/more.gguf",
+    ],
+)
+def test_a_link_to_itself_hides_no_other_model(tmp_path: Path, path: str) -> None:
+    write_model(tmp_path / "a")
+    write_model(tmp_path / "z")
+    link = tmp_path / path
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(link)
+    assert {"a", "z"} <= set(names(tmp_path)) <= {"a", "z", "model"}
+
+
+@pytest.mark.parametrize("path", ["refs/main", "snapshots", "snapshots/abc", "snapshots/x.gguf"])
+def test_a_link_to_itself_in_the_hubs_cache_is_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr("mlx_parallm.engine.catalogue.HF_HUB_CACHE", str(tmp_path))
+    write_model(tmp_path / "models--org--fine" / "snapshots" / "abc")
+    link = tmp_path / "models--org--x" / path
+    link.parent.mkdir(parents=True)
+    link.symlink_to(link)
+    config = LoadingConfig(scans_hub_cache=True)
+    assert set(Catalogue(config).scan()) == {"org/fine"}
+
+
+def test_a_root_that_links_to_itself_has_no_models(tmp_path: Path) -> None:
+    (tmp_path / "root").symlink_to(tmp_path / "root")
+    write_model(tmp_path / "other" / "a")
+    assert names(tmp_path / "root", tmp_path / "other") == {"a": 10}
