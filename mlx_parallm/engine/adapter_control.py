@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Protocol
 
 from mlx_parallm.config import AdapterConfig
+from mlx_parallm.confinement import MAX_NAME
 from mlx_parallm.engine.adapter_folders import AdapterFolders
 from mlx_parallm.engine.commands import EngineDoor
 from mlx_parallm.engine.control_metrics import ADAPTER, ControlMetrics
@@ -28,6 +29,7 @@ from mlx_parallm.engine.engine_commands import (
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, NamedAdapter
 from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.types.errors import (
+    MAX_LISTED_MODELS,
     InvalidRequestError,
     ModelNotFoundError,
     NotFoundError,
@@ -43,6 +45,14 @@ class ServedModels(Protocol):
 
     def statuses(self) -> Sequence[ModelStatus]:
         """Return all of them; those that may be meant where no model is named come first."""
+        ...
+
+    def status_of(self, name: str) -> ModelStatus | None:
+        """Return the model that has this name itself, in constant time; None if there is none."""
+        ...
+
+    def model_names(self) -> Collection[str]:
+        """Return all names of all models, in constant time."""
         ...
 
 
@@ -76,8 +86,10 @@ class AdapterNames:
         """Return the loaded adapter of this name, perhaps "model:name"; None if there is none."""
         if name in self.known:
             return self.known[name]
-        for info in self.known.values():
-            if any(f"{alias}:{info.name}" == name for alias in self.names_of(info.model)):
+        # Names of models and of adapters may have colons, too.
+        for end in _colons(name):
+            info = self.known.get(name[end + 1 :])
+            if info is not None and name[:end] in self.names_of(info.model):
                 return info
         return None
 
@@ -88,24 +100,29 @@ class AdapterNames:
             return NamedAdapter(info.name, info.model, info.source, info)
         if name in self.kept:
             own = self.kept[name]
-            return own if self._status_of(own.base) is not None else None
+            return own if self._models.status_of(own.base) is not None else None
         model, _, short = name.rpartition(":")
-        base = self._status_of(model)
+        base = self._models.status_of(model)
+        source = self._folders.find(name if base is None else short)
+        if source is None:
+            return None
         if base is None:
             base, short = self._first_adapted(), name
-        source = self._folders.find(short)
-        if source is None or base is None or not base.may_adapt:
+        if base is None or not base.may_adapt:
             return None
         return NamedAdapter(short, base.names[0], str(source))
 
     def not_found(self, name: str) -> ModelNotFoundError:
         """Return the error for a name that nothing has; it lists what is served."""
-        models = [model for status in self._models.statuses() for model in status.names]
-        return ModelNotFoundError(name, [*models, *(info.name for info in self.listed())])
+        names = self._models.model_names()
+        if len(names) > MAX_LISTED_MODELS:
+            # Adapters would not be listed, but counted.
+            return ModelNotFoundError(name, names)
+        return ModelNotFoundError(name, [*names, *(info.name for info in self.listed())])
 
     def names_of(self, model: str) -> tuple[str, ...]:
         """Return all names of the model that has this name; empty if there is no such model."""
-        status = self._status_of(model)
+        status = self._models.status_of(model)
         return () if status is None else status.names
 
     def adapted(self, model: str | None) -> str:
@@ -115,7 +132,7 @@ class AdapterNames:
             ModelNotFoundError: there is no such model.
             InvalidRequestError: it takes no adapters, or none does.
         """
-        status = self._first_adapted() if model is None else self._status_of(model)
+        status = self._first_adapted() if model is None else self._models.status_of(model)
         if model is not None and status is None:
             raise ModelNotFoundError(model)
         if status is None:
@@ -123,9 +140,6 @@ class AdapterNames:
         if not status.may_adapt:
             raise status.no_adapters(status.names[0])
         return status.names[0]
-
-    def _status_of(self, model: str) -> ModelStatus | None:
-        return next((each for each in self._models.statuses() if model in each.names), None)
 
     def _first_adapted(self) -> ModelStatus | None:
         return next((each for each in self._models.statuses() if each.may_adapt), None)
@@ -136,6 +150,12 @@ class AdapterNames:
         if not statuses:
             raise InvalidRequestError("No model is served here.", param="model")
         return statuses[0].names[0]
+
+
+def _colons(name: str) -> list[int]:
+    """Return where a model's name may end and that of its adapter, which is short, follow."""
+    first = max(0, len(name) - MAX_NAME - 1)
+    return [place for place in range(first, len(name)) if name[place] == ":"]
 
 
 def with_adapter(status: ModelStatus, adapter: NamedAdapter) -> ModelStatus:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Hashable, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -240,6 +240,14 @@ class EngineDoor(Protocol):
 
     def statuses(self) -> Sequence[ModelStatus]:
         """Return all models that requests may name, and those that are being loaded."""
+        ...
+
+    def status_of(self, name: str) -> ModelStatus | None:
+        """See ``ServedModels``."""
+        ...
+
+    def model_names(self) -> Collection[str]:
+        """See ``ServedModels``."""
         ...
 
     async def call(self, action: EngineCommand[T]) -> T:

@@ -293,15 +293,14 @@ class EngineControl(AdapterControl):
 
     def first_name(self, model: str | None) -> str:
         """Return the first name of a model whose weights can change; None means the first one."""
-        statuses = self._door.statuses()
         if model is None:
-            changeable = [status for status in statuses if status.can_change]
+            changeable = [status for status in self._door.statuses() if status.can_change]
             if not changeable:
                 raise InvalidRequestError(
                     "No model whose weights can be changed is served here.", param="model"
                 )
             return changeable[0].names[0]
-        status = next((status for status in statuses if model in status.names), None)
+        status = self._door.status_of(model)
         if status is None:
             raise ModelNotFoundError(model)
         if not status.can_change:

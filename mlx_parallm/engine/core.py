@@ -12,7 +12,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -185,6 +185,14 @@ class EngineCore:
     def statuses(self) -> Sequence[ModelStatus]:
         """See ``ModelDirectory``."""
         return self.directory.statuses()
+
+    def status_of(self, name: str) -> ModelStatus | None:
+        """See ``ServedModels``."""
+        return self.directory.status_of(name)
+
+    def model_names(self) -> Collection[str]:
+        """See ``ServedModels``."""
+        return self.directory.model_names()
 
     def find(self, name: str) -> ModelStatus | None:
         """Return the model or adapter of this name; None if there is none."""

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,6 +82,19 @@ class ModelDirectory:
             )
         return memory
 
+    def status_of(self, name: str) -> ModelStatus | None:
+        """See ``ServedModels``."""
+        entry = self._residency.by_name.get(name)
+        return None if entry is None else entry.status()
+
+    def model_names(self) -> Collection[str]:
+        """See ``ServedModels``."""
+        return self._residency.by_name.keys()
+
+    def is_taken(self, name: str) -> bool:
+        """True if a model or an adapter has this name itself, not one that stands for it."""
+        return name in self._residency.by_name or self._control.names.named(name) is not None
+
     def find(self, name: str) -> ModelStatus | None:
         """Return the model or adapter of this name; None if there is none."""
         entry, adapter = self.address(name)
@@ -148,7 +161,7 @@ class ModelDirectory:
             if entry.is_listed and entry.is_untouched and entry.name not in models:
                 self._residency.remove(entry)
         for model in models.values():
-            if self.find(model.name) is None:
+            if not self.is_taken(model.name):
                 config = replace(self._defaults, path=str(model.path), served_names=(model.name,))
                 entry = ModelEntry(config, (model.name,), is_listed=True)
                 entry.size_bytes = model.size_bytes
@@ -256,7 +269,7 @@ class ModelDirectory:
         """
         entry = self._residency.by_name.get(name)
         if entry is None:
-            if self.find(name) is None:
+            if not self.is_taken(name):
                 raise self._control.names.not_found(name)
             raise InvalidRequestError(
                 f"{name} is an adapter: DELETE /v1/adapters/{name} unloads it.", param=MODEL
@@ -280,7 +293,7 @@ class ModelDirectory:
         names = load.names or (load.model,)
         for name in names:
             check_name(name)
-            if self.find(name) is not None:
+            if self.is_taken(name):
                 raise _name_is_taken(name)
         config = replace(
             self._defaults,

@@ -107,7 +107,9 @@ class Residency:
     def remove(self, entry: ModelEntry) -> None:
         """Let no request name a model any more; those that run go on."""
         entry.is_gone = True
-        self.by_name = {name: other for name, other in self.by_name.items() if other is not entry}
+        for name in entry.names:
+            if self.by_name.get(name) is entry:
+                del self.by_name[name]
 
     async def begin(self, entry: ModelEntry, client: str = "") -> None:
         """Have a model in memory for a request of a client, until ``end``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -108,6 +108,14 @@ class RemoteClient:
     def statuses(self) -> Sequence[ModelStatus]:
         """See ``RequestClient``."""
         return self._statuses
+
+    def status_of(self, name: str) -> ModelStatus | None:
+        """See ``ServedModels``."""
+        return self._by_name.get(name)
+
+    def model_names(self) -> Collection[str]:
+        """See ``ServedModels``."""
+        return self._by_name.keys()
 
     def find(self, name: str) -> ModelStatus | None:
         """See ``RequestClient``."""

@@ -37,7 +37,8 @@ The table of HTTP statuses is ``api/http/errors.py``; nothing below ``api`` know
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
+from itertools import islice
 
 #: MAX_LISTED_MODELS keeps "model does not exist" messages short on servers with many adapters.
 MAX_LISTED_MODELS = 10
@@ -122,12 +123,12 @@ class ContextLengthError(InvalidRequestError):
 class ModelNotFoundError(InvalidRequestError):
     """No served model has the requested name."""
 
-    def __init__(self, name: str, served: Sequence[str] = ()) -> None:
+    def __init__(self, name: str, served: Collection[str] = ()) -> None:
         """Build the message; it lists the first names of ``served``, the models that exist."""
         message = f"The model `{name}` does not exist."
         if served:
             more = len(served) - MAX_LISTED_MODELS
-            listed = ", ".join(served[:MAX_LISTED_MODELS])
+            listed = ", ".join(islice(served, MAX_LISTED_MODELS))
             message += f" Served here: {listed}{f' and {more} more' if more > 0 else ''}."
         super().__init__(message, param="model", code="model_not_found")
 

@@ -50,6 +50,12 @@ class TwoEncoders(EngineDoor):
     def statuses(self) -> list[ModelStatus]:
         return [ModelEntry(ModelConfig(), names).status() for names in self.names]
 
+    def status_of(self, name: str) -> ModelStatus | None:
+        return next((status for status in self.statuses() if name in status.names), None)
+
+    def model_names(self) -> list[str]:
+        return [name for names in self.names for name in names]
+
     @asynccontextmanager
     async def hold(self, model: str) -> AsyncIterator[None]:
         assert model in self.sets
@@ -229,6 +235,12 @@ class Served:
             replace(ModelEntry(ModelConfig(), (name,)).status(), model=model)
             for name, model in self._models.items()
         ]
+
+    def status_of(self, name: str) -> ModelStatus | None:
+        return next((status for status in self.statuses() if name in status.names), None)
+
+    def model_names(self) -> list[str]:
+        return list(self._models)
 
 
 def names_of(served: Served, folder: Path) -> AdapterNames:

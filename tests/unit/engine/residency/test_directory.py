@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,12 +13,18 @@ from mlx_parallm.config import EngineConfig, LoadingConfig
 from mlx_parallm.engine import directory
 from mlx_parallm.engine.catalogue import FoundModel
 from mlx_parallm.engine.core import EngineCore
+from mlx_parallm.engine.kind import ModelLoad
+from mlx_parallm.engine.model_entry import ModelEntry
+from mlx_parallm.engine.status import ModelStatus
+from mlx_parallm.types.errors import EngineDeadError, InvalidRequestError, ModelNotFoundError
 
 
 class NoEngines:
     """Stands for the life of engines that are asked nothing else."""
 
-    put = None
+    def put(self, command: object) -> None:
+        """Refuse."""
+        raise EngineDeadError(str(command))
 
     async def query(self, question: object) -> None:
         """Return no limit of memory."""
@@ -69,3 +76,54 @@ async def test_a_look_that_fails_is_logged_and_another_follows(
     watch.cancel()
     assert core.find("late") is not None
     assert str(problem) in caplog.text
+
+
+@pytest.mark.parametrize("foreign", ["gpt-oss-tiny", "claude-like", "gpt-4o"])
+def test_the_default_model_takes_no_folders_name(foreign: str) -> None:
+    core = core_of(default_model="plain")
+    core.directory.list_found(found("plain", foreign))
+    status, plain = core.find(foreign), core.find("plain")
+    assert status is not None
+    assert plain is not None
+    assert (status.names, plain.names) == ((foreign,), ("plain",))
+    # A name of nothing else is the default model's still, and is not one of an adapter.
+    other = core.find("gpt-5")
+    assert other is not None
+    assert other.names == ("plain",)
+    assert core.directory.is_taken(foreign)
+    assert not core.directory.is_taken("gpt-5")
+
+
+async def test_a_model_may_be_loaded_under_a_name_that_the_default_model_answers() -> None:
+    core = core_of(default_model="plain")
+    core.directory.list_found(found("plain"))
+    # The name is free, and the load goes on until it meets no engine.
+    with pytest.raises(EngineDeadError):
+        await core.load_model(ModelLoad(model="demo:mlm", names=("gpt-own",)))
+    with pytest.raises(InvalidRequestError, match="is the name of a model"):
+        await core.load_model(ModelLoad(model="demo:mlm", names=("plain",)))
+    with pytest.raises(ModelNotFoundError):
+        await core.unload_model("gpt-own")
+
+
+def test_names_cost_the_same_with_any_number_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+    status = ModelEntry.status
+
+    def noting(entry: ModelEntry) -> ModelStatus:
+        calls["status"] += 1
+        return status(entry)
+
+    monkeypatch.setattr(ModelEntry, "status", noting)
+    core = core_of()
+    models = found(*(f"model-{number}" for number in range(2000)))
+    core.directory.list_found(models)
+    core.directory.list_found(models)
+    assert len(core.model_names()) == 2000
+    for number in range(10_000):
+        assert core.find(f"nothing-{number}") is None
+        assert "and 1990 more" in str(core.not_found(f"org:nothing:{number}"))
+    assert not calls
+    core.directory.list_found({})
+    assert not calls
+    assert not core.model_names()
