@@ -25,8 +25,9 @@ from mlx_parallm.engine.engine_commands import (
     PrepareUpdate,
     StageAdapterPart,
 )
-from mlx_parallm.engine.kind import StartedModel
+from mlx_parallm.engine.kind import BuiltModel, PendingModel, StartedModel
 from mlx_parallm.engine.live_weights import LiveWeights, WeightsUpdate
+from mlx_parallm.engine.loader import BeginLoad, CommitLoad
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.models import KindTraits, ModelMemory, ServedModel
 from mlx_parallm.engine.parallel.fleet import Fleet
@@ -176,25 +177,31 @@ class FakeLife:
         if self.fails_to_load:
             raise Death
         self.requests = {}
-        self.weights = FakeWeights()
-        self.users = FakeUsers()
-        users = cast(Any, self.users)
-        policies = Policies("m", users, FakeStore(), max_loaded=MAX_LOADED, max_rank=MAX_RANK)
-        self.live = LiveWeights(policies, cast(Any, self.weights), cast(Any, None))
-        engine = SimpleNamespace(live=self.live, policies=policies, settle=tuple, is_paused=False)
+        engine = _fake_engine("m")
+        self.weights, self.users, self.live = engine.weights, engine.users, engine.live
         self.host = cast(
             EngineLoop,
             SimpleNamespace(
-                engines={"m": engine},
-                policies={"m": policies},
+                engines={},
+                policies={},
+                missed={},
+                pending={},
                 stagings={},
                 beside=(),
+                families=None,
+                worker=None,
                 deliver=deliver,
             ),
         )
+        self.host.add = cast(Any, self._add)
+        self._add("m", engine)
         on_loaded([StartedModel(ModelConfig(), cast(Any, FakeModel()), True)])
         while not isinstance(command := self.inbox.get(), Stop):
             self._apply(command, deliver)
+
+    def _add(self, name: str, engine: Any) -> None:
+        self.host.engines[name] = engine
+        self.host.policies[name] = engine.policies
 
     def _apply(self, command: Any, deliver: Callable[[Sequence[Event]], None]) -> None:
         match command:
@@ -257,6 +264,60 @@ class FakeLife:
         infos, versions = ListVersions()(self.host)
         adapters = sorted((info.name, info.digest, info.version) for info in infos)
         return self.weights.tensors, adapters, versions["m"].label, self.weights.prepared
+
+    @property
+    def models(self) -> tuple[Any, ...]:
+        """Return what must be equal in all engines whose models come and go."""
+        infos, versions = ListVersions()(self.host)
+        engines = {name: cast(Any, engine) for name, engine in self.host.engines.items()}
+        return (
+            {name: engine.weights.tensors for name, engine in engines.items()},
+            {name: version.label for name, version in versions.items()},
+            sorted((info.model, info.name, info.digest, info.version) for info in infos),
+        )
+
+
+def _fake_engine(name: str, kept: Policies | None = None) -> SimpleNamespace:
+    """Return an engine of a model; ``kept`` are the policies that it had before."""
+    weights, users = FakeWeights(), FakeUsers()
+    policies = kept or Policies(
+        name, cast(Any, users), FakeStore(), max_loaded=MAX_LOADED, max_rank=MAX_RANK
+    )
+    live = LiveWeights(policies, cast(Any, weights), cast(Any, None))
+    return SimpleNamespace(
+        live=live,
+        policies=policies,
+        weights=weights,
+        users=users,
+        settle=tuple,
+        release=lambda: None,
+        is_paused=False,
+    )
+
+
+class FakePending(PendingModel):
+    """A model that is being loaded, at once."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def num_bytes(self) -> int:
+        return 0
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def advance(self) -> float:
+        return 1.0
+
+    def finish(self, kept: Policies | None = None) -> BuiltModel:
+        model = FakeModel(names=(self._name,))
+        return BuiltModel(ModelConfig(), model, cast(Any, _fake_engine(self._name, kept)))
+
+    def close(self) -> None:
+        pass
 
 
 def _guarded(action: Callable[[], Any]) -> Any:
@@ -390,22 +451,32 @@ class FakeFleet:
             self.settle()
         self.settle()
 
-    def prepare(self, update: WeightsUpdate) -> bool:
-        """Return True if new weights are ready; otherwise they are dropped."""
-        refusal = self.call(PrepareUpdate("m", update))
-        if isinstance(refusal, ParallmError):
-            self.call(DropUpdate("m"))
-        return refusal is None
-
-    def commit(self) -> None:
-        """Let all engines compute with the weights that were prepared."""
-        result = self.call(CommitUpdate("m"))
+    def do(self, action: EngineCommand[Any]) -> None:
+        """Have a command carried out that nothing may refuse."""
+        result = self.call(action)
         assert not isinstance(result, ParallmError), result
 
-    def load_adapter(self, upload: AdapterUpload) -> bool:
+    def load(self, name: str) -> None:
+        """Load a model that is not there."""
+        number = next(self._numbers)
+        self.do(BeginLoad(number, lambda families, worker: FakePending(name)))
+        self.do(CommitLoad(number))
+
+    def prepare(self, update: WeightsUpdate, model: str = "m") -> bool:
+        """Return True if new weights are ready; otherwise they are dropped."""
+        refusal = self.call(PrepareUpdate(model, update))
+        if isinstance(refusal, ParallmError):
+            self.call(DropUpdate(model))
+        return refusal is None
+
+    def commit(self, model: str = "m") -> None:
+        """Let all engines compute with the weights that were prepared."""
+        self.do(CommitUpdate(model))
+
+    def load_adapter(self, upload: AdapterUpload, model: str = "m") -> bool:
         """Return True if an adapter was loaded."""
         number = next(self._numbers)
-        result = self.call(BeginAdapter(number, upload, "m", takes_slot=True))
+        result = self.call(BeginAdapter(number, upload, model, takes_slot=True))
         while result is True:
             result = self.call(StageAdapterPart(number))
         if not isinstance(result, ParallmError):

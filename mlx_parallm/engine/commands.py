@@ -18,6 +18,7 @@ from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.kind import PendingModel
 from mlx_parallm.engine.live_weights import WeightsHistory
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.missed import MissedState
 from mlx_parallm.engine.models import EngineState, ServedEngine, WorkBeside
 from mlx_parallm.engine.policies import AdapterUpload, Policies
 from mlx_parallm.engine.status import ModelStatus
@@ -70,6 +71,7 @@ class LoopState(Protocol):
         policies: each model's policies, likewise; they stay when a model is evicted.
         families: metrics of all kinds of models.
         worker: the door to the device.
+        missed: what evicted models had before this engine was started, by their first names.
         pending: models that are being loaded, by their commands' number.
         stagings: adapters that are being uploaded into a slot, likewise.
         beside: work beside the models.
@@ -77,6 +79,7 @@ class LoopState(Protocol):
 
     engines: MutableMapping[str, ServedEngine]
     policies: dict[str, Policies]
+    missed: dict[str, MissedState]
     families: MetricFamilies
     worker: Worker
     pending: dict[int, PendingModel]
@@ -130,9 +133,9 @@ class StateJournal:
 
     Attributes:
         models: what loads a model that was loaded later, by its first name.
-        unloaded: the first names of models that were loaded at the start, and unloaded since.
+        unloaded: what unloads a model that was loaded at the start, likewise.
         resized: what gave a model another amount of memory, likewise.
-        weights: of models whose weights have changed, likewise.
+        weights: of models whose weights or version have changed, likewise; evicted ones, too.
         adapters: what loads an adapter, by its model's first name and its own.
         is_paused: True if no steps are begun.
         asleep: the tags that are asleep.
@@ -144,7 +147,9 @@ class StateJournal:
         default_factory=dict[str, "Sequence[EngineCommand[Any]]"]
     )
     resized: dict[str, EngineCommand[Any]] = field(default_factory=dict[str, "EngineCommand[Any]"])
-    unloaded: set[str] = field(default_factory=set[str])
+    unloaded: dict[str, Sequence[EngineCommand[Any]]] = field(
+        default_factory=dict[str, "Sequence[EngineCommand[Any]]"]
+    )
     weights: dict[str, WeightsHistory] = field(default_factory=dict[str, "WeightsHistory"])
     adapters: dict[tuple[str, str], EngineCommand[Any]] = field(
         default_factory=dict[tuple[str, str], "EngineCommand[Any]"]

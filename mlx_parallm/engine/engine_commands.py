@@ -25,6 +25,7 @@ from mlx_parallm.engine.commands import (
 from mlx_parallm.engine.live_weights import LiveWeights, WeightsHistory, WeightsUpdate
 from mlx_parallm.engine.models import ServedEngine
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, Policies
+from mlx_parallm.engine.restoring import RestoreAdapter
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
 from mlx_parallm.types.request import DROPS_WEIGHTS, SLEEP_TAGS, WEIGHTS, WeightsVersion
 
@@ -38,7 +39,8 @@ class ListVersions(EngineCommand[LoadedVersions]):
 
     def __call__(self, loop: LoopState) -> LoadedVersions:
         """Apply the command."""
-        infos = [info for policies in loop.policies.values() for info in policies.infos()]
+        having = [*loop.policies.values(), *loop.missed.values()]
+        infos = [info for each in having for info in each.infos()]
         engines = loop.engines.items()
         changeable = {name: engine for name, engine in engines if engine.live is not None}
         return infos, {name: engine.policies.base.version for name, engine in changeable.items()}
@@ -191,8 +193,7 @@ class CommitAdapter(Change, EngineCommand[tuple[AdapterInfo, LoadedVersions]], N
     def noted(self, journal: StateJournal, result: tuple[AdapterInfo, LoadedVersions]) -> None:
         begin: BeginAdapter = journal.pending.pop(("adapter", self.number))
         info, listed = result
-        loaded = EnsureAdapter(begin.upload.as_loaded(info), info.model)
-        journal.adapters[info.model, info.name] = loaded
+        journal.adapters[info.model, info.name] = RestoreAdapter.of(begin.upload, info)
         ListVersions().noted(journal, listed)
 
 
@@ -244,8 +245,8 @@ class EnsureAdapter(Change, EngineCommand[AdapterInfo], NeedsDecision):
     def noted(self, journal: StateJournal, result: AdapterInfo) -> None:
         if self.evicted is not None:
             journal.adapters.pop((self.model, self.evicted), None)
-        loaded = EnsureAdapter(self.upload.as_loaded(result), self.model)
-        journal.adapters.setdefault((self.model, self.upload.name), loaded)
+        restored = RestoreAdapter.of(self.upload, result)
+        journal.adapters.setdefault((self.model, self.upload.name), restored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +258,8 @@ class UnloadAdapter(Change, EngineCommand[AdapterInfo]):
 
     def __call__(self, loop: LoopState) -> AdapterInfo:
         """Apply the command."""
+        if self.model in loop.missed and self.name in loop.missed[self.model].adapters:
+            return loop.missed[self.model].adapters.pop(self.name).info
         return policies_of(loop, self.model).unload(self.name)
 
     @override
@@ -396,19 +399,6 @@ class RelabelWeights(Change, EngineCommand[WeightsVersion]):
     def noted(self, journal: StateJournal, result: WeightsVersion) -> None:
         history = journal.weights.get(self.model, WeightsHistory())
         journal.weights[self.model] = replace(history, version=result)
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreVersion(LeavesNothing, EngineCommand[None]):
-    """Give weights that are like those of other engines the same version."""
-
-    model: str
-    version: WeightsVersion
-    num_updates: int
-
-    def __call__(self, loop: LoopState) -> None:
-        """Apply the command."""
-        live_weights(loop.engines[self.model]).restore(self.version, self.num_updates)
 
 
 @dataclass(frozen=True, slots=True)

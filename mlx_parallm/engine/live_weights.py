@@ -64,6 +64,10 @@ class WeightsHistory:
         joined = replace(update, tensors={**before, **(update.tensors or {})})
         return replace(after, tensors=joined)
 
+    def evicted(self) -> WeightsHistory:
+        """Return the history once its model was evicted: it is loaded with this version again."""
+        return WeightsHistory(version=self.version, folder_version=self.version)
+
 
 class PrefixCache(Protocol):
     """The cached blocks that were computed with a model's weights."""
@@ -213,14 +217,11 @@ class LiveWeights:
         self.policies.base.version = replace(self.version, label=label)
         return self.version
 
-    def restore(self, version: WeightsVersion, num_updates: int) -> None:
-        """Give the current weights the version that other engines have for them.
-
-        ``num_updates``: updates that the other engines have had, which number the next one.
-        """
-        self._num_updates = num_updates
+    def restore(self, history: WeightsHistory) -> None:
+        """Give the current weights the version that other engines have for them."""
+        self._num_updates, self._loaded = history.num_updates, history.folder_version
         # The lasting content is of what was read here.
-        self.policies.replace_base(version, self.policies.base.lasting)
+        self.policies.replace_base(history.version, self.policies.base.lasting)
 
     def sleep(self, level: int) -> None:
         """Free the memory of KV (level 1), and that of the weights too (level 2).

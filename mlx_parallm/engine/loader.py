@@ -106,8 +106,8 @@ class ModelLoader:
         return None if loaded is None else loaded.unpack(self._door.ask)
 
     async def forget(self, name: str) -> None:
-        """Forget the adapters of a model that was dropped and does not come back."""
-        await self._door.call(ForgetAdapters(name))
+        """Forget what is kept of a model that was dropped and does not come back."""
+        await self._door.call(ForgetModel(name))
 
 
 def _read(
@@ -255,6 +255,8 @@ class CommitLoad(Change, EngineCommand[LoadedModel]):
         del loop.pending[self.number]
         pending.close()
         assert built.engine is not None
+        if (missed := loop.missed.pop(name, None)) is not None:
+            missed.restore(built.engine)
         _join(name, built.engine, loop)
         return LoadedModel(name, built.model)
 
@@ -295,17 +297,21 @@ class ResizeMemory(Change, EngineCommand[LoadedModel | None]):
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetAdapters(Change, EngineCommand[None]):
-    """Drop the adapters of a model."""
+class ForgetModel(Change, EngineCommand[None]):
+    """Drop the version and the adapters of a model that was unloaded."""
 
     name: str
 
     def __call__(self, loop: LoopState) -> None:
         """Apply the command."""
         loop.policies.pop(self.name, None)
+        loop.missed.pop(self.name, None)
 
     @override
     def noted(self, journal: StateJournal, result: object) -> None:
+        if self.name in journal.unloaded:
+            journal.unloaded[self.name] = (UnloadModel(self.name), self)
+        journal.weights.pop(self.name, None)
         for key in [key for key in journal.adapters if key[0] == self.name]:
             del journal.adapters[key]
 
@@ -346,7 +352,9 @@ class UnloadModel(Change, EngineCommand[None]):
     def noted(self, journal: StateJournal, result: object) -> None:
         journal.resized.pop(self.name, None)
         if journal.models.pop(self.name, None) is None:
-            journal.unloaded.add(self.name)
+            journal.unloaded.setdefault(self.name, (self,))
+        if self.name in journal.weights:
+            journal.weights[self.name] = journal.weights[self.name].evicted()
 
 
 def _join(name: str, engine: ServedEngine, loop: LoopState) -> None:

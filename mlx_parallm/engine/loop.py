@@ -75,6 +75,7 @@ class EngineLoop(LoopState):
         """
         self.engines = engines
         self.policies = {}
+        self.missed = {}
         self.families = families
         self.worker = worker
         self.pending = {}

@@ -10,19 +10,18 @@ from mlx_parallm.engine.engine_commands import (
     CommitUpdate,
     Pause,
     PrepareUpdate,
-    RestoreVersion,
     SleepModels,
     WakeModels,
 )
 from mlx_parallm.engine.live_weights import WeightsHistory
-from mlx_parallm.engine.loader import UnloadModel
+from mlx_parallm.engine.restoring import RestoreVersion
 from mlx_parallm.types.request import SLEEP_TAGS
 
 
 def catch_up(journal: StateJournal) -> Sequence[EngineCommand[Any]]:
     """Return what brings an engine that has just loaded to the state of the journal, in order."""
-    commands: list[EngineCommand[Any]] = [UnloadModel(name) for name in sorted(journal.unloaded)]
-    commands += [command for load in journal.models.values() for command in load]
+    loads = [*journal.unloaded.values(), *journal.models.values()]
+    commands: list[EngineCommand[Any]] = [command for load in loads for command in load]
     commands += journal.resized.values()
     for model, history in journal.weights.items():
         commands += _updates(model, history)
@@ -39,4 +38,4 @@ def _updates(model: str, history: WeightsHistory) -> Generator[EngineCommand[Any
     for update in filter(None, (history.folder, history.tensors)):
         yield PrepareUpdate(model, update)
         yield CommitUpdate(model)
-    yield RestoreVersion(model, history.version, history.num_updates)
+    yield RestoreVersion(model, history)

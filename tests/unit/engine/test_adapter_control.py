@@ -44,7 +44,7 @@ class TwoEncoders(EngineDoor):
             for name in "mn"
         }
         policies = {name: adapters.policies for name, adapters in self.sets.items()}
-        state = SimpleNamespace(engines={}, policies=policies, stagings={})
+        state = SimpleNamespace(engines={}, policies=policies, missed={}, stagings={})
         self._state = cast(LoopState, state)
 
     def statuses(self) -> list[ModelStatus]:

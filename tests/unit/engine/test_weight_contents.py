@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from mlx_parallm.adapters.tensors import HostTensor
-from mlx_parallm.engine.live_weights import LiveWeights, WeightsUpdate
+from mlx_parallm.engine.live_weights import LiveWeights, WeightsHistory, WeightsUpdate
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.models.checkpoints.contents import DigestMemory, FolderContents, SeenFolder
 from mlx_parallm.types.content import updated_content
@@ -249,7 +249,7 @@ def test_an_engine_that_is_started_anew_keeps_what_it_read(
     assert anew.lasting == lasting
     # All tensors since come as one update, whose digest is not known.
     anew.change(None)
-    anew.live.restore(server.live.version, 2)
+    anew.live.restore(WeightsHistory(version=server.live.version, num_updates=2))
     assert anew.live.version == server.live.version
     assert anew.lasting is None
 
