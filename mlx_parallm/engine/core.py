@@ -469,6 +469,14 @@ class EngineCore:
     def _on_loaded(self, loaded: Sequence[StartedModel]) -> None:
         if self._owns_process:
             spare_garbage_collection()
+        if self.died.is_set():
+            # Requests are served: the models and their memory belong to the event loop.
+            self.mailbox.post(self._serve, loaded)
+        else:
+            self._serve(loaded)
+
+    def _serve(self, loaded: Sequence[StartedModel]) -> None:
+        """Admit requests to models that have just been loaded."""
         self.control.forget()
         self._residency.replace(loaded)
         self._cause = None

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mlx_parallm.config import EngineConfig
+from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.confinement import check_name
 from mlx_parallm.demo_models.folders import DEMO_NAME, demo_folder
 from mlx_parallm.engine.adapter_control import with_adapter
@@ -132,8 +132,7 @@ class ModelDirectory:
 
     async def watch(self) -> None:
         """List the models that lie in folders, and count the idle time of loaded ones, for ever."""
-        self._residency.start_timers()
-        await self._residency.settle()
+        await self._residency.start()
         while self._catalogue:
             try:
                 await self._look()
@@ -242,16 +241,13 @@ class ModelDirectory:
         if entry is None:
             entry = self._new_entry(load)
             self._residency.add(entry)
-        elif set(load.names) - set(entry.names):
-            raise InvalidRequestError(
-                f"{load.model} is loaded under other names already.", param="name"
-            )
-        entry.is_pinned = entry.is_pinned or load.is_pinned
-        if load.ttl_s is not None:
-            entry.ttl_s = None if math.isinf(load.ttl_s) else load.ttl_s
+        else:
+            self._check_known(entry, load)
         try:
             async with self.held(entry):
-                pass
+                entry.is_pinned = entry.is_pinned or load.is_pinned
+                if load.ttl_s is not None:
+                    entry.ttl_s = None if math.isinf(load.ttl_s) else load.ttl_s
         finally:
             if is_new and entry.loading is None and not entry.is_loaded:
                 await self._residency.unload(entry)
@@ -277,16 +273,47 @@ class ModelDirectory:
         if entry.refuses_unload is not None:
             raise InvalidRequestError(f"{name} {entry.refuses_unload}", param=MODEL)
         # The model is unloaded even if the caller is cancelled.
-        await asyncio.shield(asyncio.ensure_future(self._residency.unload(entry)))
-        if entry.is_listed:
+        await asyncio.shield(asyncio.ensure_future(self._unload(entry)))
+        logger.info("unloaded %s", entry.names[0])
+        return entry.status()
+
+    async def _unload(self, entry: ModelEntry) -> None:
+        await self._residency.unload(entry)
+        if entry.is_listed and self._residency.by_name.keys().isdisjoint(entry.names):
             # It lies in its folder still, where a request finds it again.
             self._residency.add(
                 ModelEntry(entry.config, entry.names, is_listed=True, size_bytes=entry.size_bytes)
             )
         await self._control.refresh()
         self._control.note_unloaded(entry.names[0])
-        logger.info("unloaded %s", entry.names[0])
-        return entry.status()
+
+    def _check_known(self, entry: ModelEntry, load: ModelLoad) -> None:
+        """Give a model that was never loaded the settings of a load.
+
+        Raises:
+            InvalidRequestError: it has other names; or it was loaded, with other settings.
+        """
+        if set(load.names) - set(entry.names):
+            raise InvalidRequestError(
+                f"{load.model} is known under other names already.", param="name"
+            )
+        config = self._with_settings(entry.config, load)
+        if entry.is_untouched:
+            entry.config = config
+        elif config != entry.config and load != _plain(load):
+            raise InvalidRequestError(
+                f"{load.model} was loaded with other settings; unload it first.", param=MODEL
+            )
+
+    def _with_settings(self, config: ModelConfig, load: ModelLoad) -> ModelConfig:
+        return replace(
+            config,
+            task=load.task,
+            revision=load.revision,
+            dtype=load.dtype or self._defaults.dtype,
+            max_model_len=load.max_model_len,
+            max_model_len_is_own=load.max_model_len is not None,
+        )
 
     def _new_entry(self, load: ModelLoad) -> ModelEntry:
         source = self._sources.resolve(load.model)
@@ -295,17 +322,13 @@ class ModelDirectory:
             check_name(name)
             if self.is_taken(name):
                 raise _name_is_taken(name)
-        config = replace(
-            self._defaults,
-            path=source,
-            served_names=names,
-            task=load.task,
-            revision=load.revision,
-            dtype=load.dtype or self._defaults.dtype,
-            max_model_len=load.max_model_len,
-            max_model_len_is_own=load.max_model_len is not None,
-        )
-        return ModelEntry(config, names, is_pinned=load.is_pinned, ttl_s=load.ttl_s)
+        config = replace(self._defaults, path=source, served_names=names)
+        return ModelEntry(self._with_settings(config, load), names)
+
+
+def _plain(load: ModelLoad) -> ModelLoad:
+    """Return a load without settings of the model."""
+    return ModelLoad(model=load.model, names=load.names, is_pinned=load.is_pinned, ttl_s=load.ttl_s)
 
 
 def _name_is_taken(name: str) -> InvalidRequestError:

@@ -26,6 +26,7 @@ class ModelEntry:
         is_gone: True if it was unloaded: no request may begin any more.
         is_listed: True if it lies in a folder of models, where its name stays known.
         ttl_s: seconds after the last request until it is evicted; None: for ever.
+        stay_s: the same for its present stay in memory, as a request has asked for it; None: none.
         progress: of the load, from 0 to 1.
         loading: the load that requests wait for.
         waiting: these requests.
@@ -34,6 +35,7 @@ class ModelEntry:
         loaded_s: when it was loaded, by the event loop's clock.
         expires_s: when it is evicted unless a request comes before, by the same clock.
         idle: set while ``num_open`` is 0.
+        smallest_kv: bytes of KV without which it cannot serve; 0 until they are known.
         full_kv: bytes of KV that it had before it gave some back for others; 0 if it did not.
         size_bytes: the bytes of its files, if they were looked at before it was loaded.
     """
@@ -47,6 +49,7 @@ class ModelEntry:
     is_gone: bool = False
     is_listed: bool = False
     ttl_s: float | None = None
+    stay_s: float | None = None
     progress: float = 0.0
     loading: asyncio.Future[None] | None = None
     waiting: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
@@ -56,6 +59,7 @@ class ModelEntry:
     expires_s: float = math.inf
     timer: asyncio.TimerHandle | None = None
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    smallest_kv: int = 0
     full_kv: int = 0
     size_bytes: int | None = None
 
@@ -78,14 +82,16 @@ class ModelEntry:
         return None if self.model is None else self.model.refuses_unload
 
     @property
-    def may_leave(self) -> bool:
-        """True if it can be evicted once its requests have ended, and come back as it was."""
-        return (
-            self.is_loaded
-            and not self.is_pinned
-            and not self.is_changed
-            and self.refuses_unload is None
-        )
+    def must_stay(self) -> bool:
+        """True if it cannot be evicted and come back as it was, or was pinned."""
+        return self.is_pinned or self.is_changed or self.refuses_unload is not None
+
+    @property
+    def stays_s(self) -> float | None:
+        """Return how long it stays after its last request, in seconds; None: for ever."""
+        if self.stay_s is None:
+            return self.ttl_s
+        return None if math.isinf(self.stay_s) else self.stay_s
 
     def enter(self) -> None:
         """Count a request that the engine thread gets; the time to live begins once it ends."""
@@ -99,14 +105,14 @@ class ModelEntry:
         if not self.num_open:
             self.idle.set()
 
-    def arm(self, expire: Callable[[ModelEntry], None]) -> None:
-        """Have ``expire`` called once the model was idle for its time to live."""
+    def arm(self, expire: Callable[[ModelEntry], None], least_s: float = 0.0) -> None:
+        """Have ``expire`` called once the model was idle for its time to live, or ``least_s``."""
         self.disarm()
-        if self.ttl_s is None or self.num_open or not self.is_loaded:
+        if (stays_s := self.stays_s) is None or self.num_open or not self.is_loaded:
             return
-        loop = asyncio.get_running_loop()
-        self.expires_s = loop.time() + self.ttl_s
-        self.timer = loop.call_later(self.ttl_s, expire, self)
+        loop, stays_s = asyncio.get_running_loop(), max(stays_s, least_s)
+        self.expires_s = loop.time() + stays_s
+        self.timer = loop.call_later(stays_s, expire, self)
 
     def disarm(self) -> None:
         """Let the model not expire."""
@@ -132,6 +138,6 @@ class ModelEntry:
             progress=progress,
             is_pinned=self.is_pinned,
             model=self.model,
-            ttl_s=self.ttl_s,
+            ttl_s=self.stays_s,
             size_bytes=self.size_bytes,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import count
 from typing import Any
@@ -20,12 +21,15 @@ from mlx_parallm.types.errors import ModelNotFoundError, OutOfMemoryError
 
 logger = logging.getLogger(__name__)
 
+# RECHECK_S: seconds until it is looked again whether a model may expire that must stay.
+RECHECK_S = 10.0
+
 
 class Residency:
     """Loads and evicts, one model at a time. Lives on the event loop.
 
-    A request that finds its model evicted begins the load, and all that come meanwhile wait for the
-    same one. See ``RoomMaker`` for what is evicted, and ``LoadTurns`` for the order of loads.
+    A request that finds its model evicted begins the load, for which all wait that come meanwhile.
+    See ``RoomMaker`` for what is evicted, and ``LoadTurns`` for the order of loads.
 
     Attributes:
         by_name: the models that requests may name.
@@ -63,7 +67,15 @@ class Residency:
         self._is_settled = False
         self.by_name: dict[str, ModelEntry] = {}
         self.ledger = ledger
-        self._room = RoomMaker(ledger, self.entries, self._evict, loader.resize, is_needed, config)
+        self._room = RoomMaker(
+            ledger,
+            self.entries,
+            evict=self._evict,
+            resize=loader.resize,
+            arm=lambda entry: entry.arm(self._expire),
+            is_needed=is_needed,
+            config=config,
+        )
 
     def entries(self) -> list[ModelEntry]:
         """Return all models that requests may name, in the order they were given."""
@@ -71,15 +83,22 @@ class Residency:
 
     def replace(self, loaded: Sequence[StartedModel]) -> None:
         """Note that the engine thread has loaded these models, and nothing else."""
-        kept = [each for each in loaded if each.model.names[0] not in self._unloaded]
         before = {entry.name: entry for entry in self.entries()}
-        entries = [_started(each, before, self._config.ttl_s) for each in kept]
-        by_name = {name: entry for entry in entries for name in entry.names}
-        others = [entry for entry in before.values() if entry.name not in by_name]
-        for entry in others:
-            # It was loaded at run time, before the thread was restarted; its next request loads it.
+        for entry in before.values():
+            # What was loaded at run time is loaded again by its next request.
             entry.is_loaded = False
-        self.by_name = by_name | {name: entry for entry in others for name in entry.names}
+            entry.disarm()
+        entries: list[ModelEntry] = []
+        for started in loaded:
+            name = started.model.names[0]
+            if name not in self._unloaded:
+                entry = before.pop(name, None) or ModelEntry(started.config, started.model.names)
+                entry.model, entry.is_loaded = started.model, started.is_loaded
+                entry.is_changed, entry.full_kv = False, 0
+                entries.append(entry)
+        self.by_name = {}
+        for entry in (*entries, *before.values()):
+            self.add(entry)
         claims = [claim for entry in entries if entry.is_loaded for claim in _claims(entry)]
         self.ledger.restart(claims, None)
         self._is_settled = False
@@ -90,11 +109,18 @@ class Residency:
             return
         for name in sorted(self._unloaded):
             await self._loader.drop(name)
-        self.ledger.restart(self.ledger.claims(), await self._read_limit())
+        limit = await self._read_limit()
+        self.ledger.restart(self.ledger.claims(), limit)
         self._is_settled = True
+        self._arm_all()
 
-    def start_timers(self) -> None:
-        """Begin the time to live of models that were loaded at the start; an event loop runs."""
+    async def start(self) -> None:
+        """``settle``, and begin the time to live of models that were loaded at the start."""
+        self._arm_all()
+        async with self._turns.turn():
+            await self.settle()
+
+    def _arm_all(self) -> None:
         for entry in self.entries():
             entry.arm(self._expire)
 
@@ -144,28 +170,39 @@ class Residency:
         entry.arm(self._expire)
 
     async def unload(self, entry: ModelEntry) -> None:
-        """Admit no more requests of a model, wait for those that run, and free its memory."""
+        """Admit no more requests of a model, wait for those that run, and free its memory.
+
+        A model of the same name that comes meanwhile is loaded, or unloaded, after that.
+        """
         self.remove(entry)
+        while (earlier := self._leaving.get(entry.name)) is not None:
+            await earlier.wait()
         left = self._leaving[entry.name] = asyncio.Event()
         try:
             # Loads of other models need not wait for its requests.
-            await entry.idle.wait()
-            async with self._turns.turn():
+            is_gone = False
+            while not is_gone:
                 await entry.idle.wait()
-                if entry.is_loaded:
-                    await self._evict(entry)
-                    await self._room.grow_idle()
-                await self._loader.forget(entry.name)
-                self._unloaded.add(entry.name)
+                async with self._turns.turn():
+                    is_gone = not entry.num_open
+                    if is_gone:
+                        await self._leave(entry)
         finally:
             del self._leaving[entry.name]
             left.set()
 
+    async def _leave(self, entry: ModelEntry) -> None:
+        if entry.is_loaded:
+            await self._evict(entry)
+        await self._loader.forget(entry.name)
+        self._unloaded.add(entry.name)
+        await self._room.grow_idle()
+
     def set_ttl(self, entry: ModelEntry, ttl_s: float | None) -> None:
-        """Evict a model after so many idle seconds, counted from its next request; None: never."""
+        """Evict a model once after so many idle seconds from its next request on; None: never."""
         # No timer starts before the request that brought the time: 0 would evict the model while
         # that request is prepared.
-        entry.ttl_s = ttl_s
+        entry.stay_s = math.inf if ttl_s is None else ttl_s
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
         task = asyncio.ensure_future(work)
@@ -180,13 +217,14 @@ class Residency:
         """Evict a model unless a request came, or its time to live was changed, meanwhile."""
         async with self._turns.turn():
             is_due = entry.expires_s <= asyncio.get_running_loop().time()
-            if is_due and entry.may_leave and not entry.num_open:
-                logger.info("%s is evicted, as it was idle for %g s", entry.name, entry.ttl_s)
-                if entry.ttl_s == 0:
-                    # It was to leave once; the requests that bring it back are others'.
-                    entry.ttl_s = self._config.ttl_s
-                await self._evict(entry)
-                await self._room.grow_idle()
+            if not is_due or not entry.is_loaded or entry.num_open:
+                return
+            if not self._room.may_leave(entry):
+                entry.arm(self._expire, RECHECK_S)
+                return
+            logger.info("%s is evicted, as it was idle for %g s", entry.name, entry.stays_s)
+            await self._evict(entry)
+            await self._room.grow_idle()
 
     async def _load(self, entry: ModelEntry, client: str) -> None:
         """Load a model, and admit all requests that wait for it before a load can evict it."""
@@ -220,7 +258,7 @@ class Residency:
         try:
             entry.model = await self._read(entry)
         except OutOfMemoryError:
-            idle = [each for each in self.entries() if each.may_leave and not each.num_open]
+            idle = [each for each in self.entries() if self._room.is_idle(each)]
             if not idle:
                 raise
             for each in idle:
@@ -245,24 +283,11 @@ class Residency:
 
     async def _evict(self, entry: ModelEntry) -> None:
         # Requests that arrive from now on begin another load, which waits for its turn.
-        entry.is_loaded = False
+        entry.is_loaded, entry.stay_s = False, None
         entry.disarm()
         await entry.idle.wait()
         await self._loader.drop(entry.name)
         self.ledger.release(entry.name)
-
-
-def _started(
-    started: StartedModel, before: dict[str, ModelEntry], ttl_s: float | None
-) -> ModelEntry:
-    """Return the entry of a model that was loaded at the start, set as an earlier one was."""
-    entry = ModelEntry(
-        started.config, started.model.names, started.model, is_loaded=started.is_loaded, ttl_s=ttl_s
-    )
-    earlier = before.get(entry.name)
-    if earlier is not None:
-        entry.is_pinned, entry.ttl_s = earlier.is_pinned, earlier.ttl_s
-    return entry
 
 
 def _claims(entry: ModelEntry) -> list[Claim]:

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from mlx_parallm.config import LoadingConfig
 from mlx_parallm.engine.kind import MemoryWish
-from mlx_parallm.engine.ledger import KV, Claim, Ledger
+from mlx_parallm.engine.ledger import KV, WEIGHTS, Claim, Ledger
 from mlx_parallm.engine.model_entry import ModelEntry
 from mlx_parallm.engine.models import KindTraits, ServedModel
-from mlx_parallm.types.errors import ModelLoadError, NoRoomError
+from mlx_parallm.types.errors import ModelLoadError, NoRoomError, ParallmError
 from mlx_parallm.units import readable_bytes
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,10 @@ class RoomMaker:
         self,
         ledger: Ledger,
         entries: Callable[[], Sequence[ModelEntry]],
+        *,
         evict: Callable[[ModelEntry], Awaitable[None]],
         resize: Callable[[str, int], Awaitable[ServedModel | None]],
+        arm: Callable[[ModelEntry], None],
         is_needed: Callable[[str], bool],
         config: LoadingConfig,
     ) -> None:
@@ -42,6 +44,7 @@ class RoomMaker:
             entries: returns all models.
             evict: frees the memory of an idle model, and its claims.
             resize: see ``ModelLoader.resize``.
+            arm: begins the time to live of an idle model.
             is_needed: True if work that is no request needs the model of this first name.
             config: has the times to wait.
         """
@@ -49,6 +52,7 @@ class RoomMaker:
         self._entries = entries
         self._evict = evict
         self._resize_kv = resize
+        self._arm = arm
         self._is_needed = is_needed
         self._config = config
 
@@ -65,11 +69,22 @@ class RoomMaker:
         def claim(num_bytes: int) -> Claim:
             return Claim(model=entry.name, kind=traits.name, what=what, num_bytes=num_bytes)
 
-        leaving = [each for each in self._entries() if each is not entry and self._may_leave(each)]
-        least = self._attainable(claim(wish.least), leaving)
-        if least < wish.smallest:
-            raise ModelLoadError(self._why_never(claim(wish.smallest)))
-        await self._free(entry, claim(least), leaving)
+        # Nothing leaves for a model that will lack KV, as far as an earlier load has shown that.
+        besides = entry.smallest_kv if what == WEIGHTS else 0
+        if what == KV:
+            entry.smallest_kv = wish.smallest
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._config.wait_s
+        while True:
+            leaving = [
+                each for each in self._entries() if each is not entry and self.may_leave(each)
+            ]
+            least = self._attainable(claim(wish.least + besides), leaving) - besides
+            if least < wish.smallest:
+                raise ModelLoadError(self._why_never(claim(wish.smallest + besides)))
+            if not self._ledger.lack(claim(least)):
+                break
+            await self._free(entry, claim(least), leaving, deadline_s)
         room = self._ledger.room(claim(wish.wanted))
         num_bytes = wish.wanted if room is None else min(wish.wanted, room)
         self._ledger.promise(claim(num_bytes))
@@ -81,24 +96,37 @@ class RoomMaker:
         missing = self._ledger.lack(claim).without(claims, claim)
         return claim.num_bytes - max(missing.total, missing.of_kind)
 
-    def _may_leave(self, entry: ModelEntry) -> bool:
-        return entry.may_leave and not self._is_needed(entry.name)
+    def may_leave(self, entry: ModelEntry) -> bool:
+        """True if a model is in memory, and can be evicted once its requests have ended."""
+        return entry.is_loaded and not self._stays(entry)
 
-    async def _free(self, entry: ModelEntry, claim: Claim, leaving: Sequence[ModelEntry]) -> None:
-        if self._ledger.lack(claim).total and self._ledger.num_bytes(entry.name, KV) == 0:
+    def is_idle(self, entry: ModelEntry) -> bool:
+        """True if a model can be evicted now."""
+        return self.may_leave(entry) and not entry.num_open
+
+    def _stays(self, entry: ModelEntry) -> bool:
+        return entry.must_stay or self._is_needed(entry.name)
+
+    async def _free(
+        self, entry: ModelEntry, claim: Claim, leaving: Sequence[ModelEntry], deadline_s: float
+    ) -> None:
+        """Have models give back memory, or leave; that may not suffice if some must stay by then.
+
+        Raises:
+            NoRoomError: requests have not ended in time.
+        """
+        if self._ledger.lack(claim).total:
             for other in self._by_use(leaving):
-                if not self._ledger.lack(claim):
-                    return
-                if not other.num_open:
+                if self._ledger.lack(claim) and self.is_idle(other):
                     await self._shrink(other)
+        leaving = [each for each in leaving if self.may_leave(each)]
         idle = [each for each in self._by_use(leaving) if not each.num_open]
         busy = sorted((each for each in leaving if each.num_open), key=lambda each: each.loaded_s)
         victims = self._enough(claim, [*idle, *busy])
         if victims:
-            logger.info(
-                "%s is loaded in place of %s", entry.name, ", ".join(v.name for v in victims)
-            )
-            await self._let_leave(entry, victims, claim)
+            names = ", ".join(victim.name for victim in victims)
+            logger.info("%s is loaded in place of %s", entry.name, names)
+            await self._let_leave(entry, victims, claim, deadline_s)
 
     @staticmethod
     def _by_use(entries: Sequence[ModelEntry]) -> list[ModelEntry]:
@@ -115,30 +143,35 @@ class RoomMaker:
         return victims
 
     async def _let_leave(
-        self, entry: ModelEntry, victims: Sequence[ModelEntry], claim: Claim
+        self, entry: ModelEntry, victims: Sequence[ModelEntry], claim: Claim, deadline_s: float
     ) -> None:
-        """Evict models once they are idle, or none of them if that takes too long."""
+        """Evict models once they are idle, or none of them if that takes too long.
+
+        Those that must stay by then do.
+        """
         loop = asyncio.get_running_loop()
         settled_s = max(victim.loaded_s for victim in victims) + self._config.min_use_s
         if (wait_s := settled_s - loop.time()) > 0:
             await asyncio.sleep(wait_s)
-        victims = [victim for victim in victims if victim.is_loaded]
+        victims = [victim for victim in victims if self.may_leave(victim)]
         for victim in victims:
             # Requests that arrive from now on begin another load, which waits for its turn.
             victim.is_loaded = False
         try:
-            async with asyncio.timeout(self._config.wait_s):
+            async with asyncio.timeout_at(deadline_s):
                 for victim in victims:
                     await victim.idle.wait()
         except TimeoutError:
             raise NoRoomError(self._why_not_now(entry, claim, victims)) from None
         else:
             for victim in victims:
-                await self._evict(victim)
+                if not self._stays(victim):
+                    await self._evict(victim)
         finally:
             for victim in victims:
                 # Those that have their memory still serve again.
                 victim.is_loaded = bool(self._ledger.claims(victim.name))
+                self._arm(victim)
 
     def _why_never(self, claim: Claim) -> str:
         limit = self._ledger.limits.get(claim.kind)
@@ -146,7 +179,7 @@ class RoomMaker:
         stays = ", ".join(
             f"{each.name} ({readable_bytes(self._bytes_of(each))})"
             for each in self._entries()
-            if each.is_loaded and not self._may_leave(each)
+            if each.is_loaded and self._stays(each)
         )
         lack = self._ledger.lack(claim)
         if lack.of_kind and limit is not None:
@@ -183,7 +216,7 @@ class RoomMaker:
     async def grow_idle(self) -> None:
         """Give idle models the KV back that they gave for others, as far as there is room."""
         for entry in sorted(self._entries(), key=lambda each: -each.used):
-            if not self._may_leave(entry) or entry.num_open or entry.model is None:
+            if not self.is_idle(entry) or entry.model is None:
                 continue
             num_bytes, _ = entry.model.kv_memory
             kind = entry.model.traits.name
@@ -203,8 +236,13 @@ class RoomMaker:
         # Requests that arrive from now on wait for their turn, as for a load.
         entry.is_loaded = False
         try:
-            entry.model = await self._resize_kv(entry.name, num_bytes) or entry.model
-        finally:
-            entry.is_loaded = True
-            after = replace(claim, num_bytes=min(num_bytes, entry.model.kv_memory[0]))
-            self._ledger.promise(after)
+            model = await self._resize_kv(entry.name, num_bytes)
+        except ParallmError:
+            # It has no pool any more; its next request loads it again.
+            logger.exception("the KV of %s cannot change; it is evicted", entry.name)
+            await self._evict(entry)
+            return
+        entry.is_loaded, entry.model = True, model or entry.model
+        after = before if model is None else model.kv_memory[0]
+        self._ledger.promise(replace(claim, num_bytes=after))
+        self._arm(entry)

@@ -39,7 +39,7 @@ from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.tokenizer.template_form import log_losses
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.content import Identity, package_versions
-from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.types.errors import ConfigError, OutOfMemoryError
 from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.request import BaseWeights
 from mlx_parallm.types.step import KVPlan, RunnerInfo
@@ -187,7 +187,7 @@ def assembled(
         base=BaseWeights(identity=identity.digest),
     )
     engine = _engine(loaded, share, runner, grammars, identity, context, policies)
-    engine.reassemble = partial(_resized, loaded, plan, grammars, context)
+    engine.reassemble = partial(_resized, loaded, share, plan, grammars, context)
     return BuiltModel(config, model, engine)
 
 
@@ -209,17 +209,24 @@ def with_snapshots(loaded: LoadedGenerator, num_blocks: int, cache: CacheConfig)
 
 def _resized(
     loaded: LoadedGenerator,
+    before: KVShare,
     plan: GenerationPlan,
     grammars: GrammarCompiler,
     context: BuildContext,
     num_bytes: int,
     kept: Policies,
 ) -> BuiltModel:
-    """Return a model whose KV memory was allocated anew with so many bytes; see ``Resize``."""
+    """Return a model whose KV memory was allocated anew with so many bytes; see ``Resize``.
+
+    If there is no memory for that, it is as large as ``before``, and empty.
+    """
     share = share_of(loaded, num_bytes, context.settings.cache)
+    try:
+        info = context.worker.execute(Resize(model=loaded.name, num_blocks=share.num_blocks))
+    except OutOfMemoryError as problem:
+        logger.warning("%s keeps its KV memory: %s", loaded.name, problem)
+        return assembled(loaded, before, plan, grammars, context, kept)
     logger.info("%s: %s", share.name, share)
-    info = context.worker.execute(Resize(model=loaded.name, num_blocks=share.num_blocks))
-    # What was computed before with the weights as they are now stays true.
     return assembled(loaded, share, replace(plan, info=info), grammars, context, kept)
 
 

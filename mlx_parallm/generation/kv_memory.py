@@ -22,6 +22,8 @@ from mlx_parallm.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+# LATER_BYTES: bound on the KV of a small model that is loaded later on the CPU.
+LATER_BYTES = 256 << 20
 # STEP_BYTES: free memory that the KV pool leaves for the arrays of a step.
 STEP_BYTES = 256 << 20
 
@@ -91,6 +93,9 @@ def kv_wish(plan: KVPlan, weight_bytes: int, cache: CacheConfig, *, may_cut: boo
     least = least_bytes(context, plan.block_bytes, plan.state_bytes)
     wanted = plan.wanted_bytes if cache.kv_cache_bytes is None else cache.kv_cache_bytes
     bound = most_bytes(backend_name(), weight_bytes, host_free_bytes(), cache.num_engines)
+    if backend_name() == "cpu":
+        # The CPU fills a pool, while streams of other models wait for it.
+        bound = max(LATER_BYTES, weight_bytes)
     if bound is not None and cache.kv_cache_bytes is None:
         wanted = min(wanted, bound)
     smallest = plan.block_bytes + plan.state_bytes if may_cut else least

@@ -76,6 +76,7 @@ class FakeDevice(ModelLoader):
         self.failures = 0.0
         self.open: dict[str, int] = {}
         self.loaded_s: dict[str, float] = {}
+        self.must_stay: Callable[[str], bool] = lambda _: False
 
     async def load(
         self,
@@ -113,6 +114,7 @@ class FakeDevice(ModelLoader):
 
     async def drop(self, name: str) -> None:
         assert not self.open.get(name), "it has requests"
+        assert not self.must_stay(name), "it was to stay"
         self.in_memory.pop(name, None)
         await asyncio.sleep(self.chance.choice((0, 0.1)))
 
@@ -146,6 +148,7 @@ class History:
             read_limit=self.read_limit,
             is_needed=self.needed.__contains__,
         )
+        self.device.must_stay = self.must_stay
         for name in SIZES:
             self.add(name)
         self.outcomes: list[str] = []
@@ -153,6 +156,12 @@ class History:
 
     async def read_limit(self) -> int:
         return LIMIT
+
+    def must_stay(self, name: str) -> bool:
+        """True if nobody but an operator may have a model leave; one that is gone has no name."""
+        entry = self.residency.by_name.get(name)
+        is_leaving = name in self.residency._leaving
+        return entry is not None and not is_leaving and (entry.is_pinned or name in self.needed)
 
     def add(self, name: str) -> None:
         self.residency.add(ModelEntry(ModelConfig(path=name), (name,)))
@@ -209,7 +218,7 @@ class History:
             await asyncio.sleep(self.chance.uniform(0, 20))
             name = self.chance.choice(list(SIZES))
             entry = self.residency.by_name.get(name)
-            match self.chance.randrange(5):
+            match self.chance.randrange(6):
                 case 0 if entry is None:
                     self.add(name)
                 case 1 if entry is not None:
@@ -220,6 +229,15 @@ class History:
                     self.residency.set_ttl(entry, self.chance.choice((None, 0.0, 3.0)))
                 case 4:
                     self.needed ^= {name}
+                case 5 if entry is not None:
+                    # It is listed again while it leaves, and perhaps unloaded once more.
+                    leaving = asyncio.ensure_future(self.residency.unload(entry))
+                    await asyncio.sleep(self.chance.choice((0, 1)))
+                    if name not in self.residency.by_name:
+                        self.add(name)
+                        if self.chance.random() < 0.5:
+                            await self.residency.unload(self.residency.by_name[name])
+                    await leaving
                 case _:
                     pass
 

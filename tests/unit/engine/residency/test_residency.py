@@ -12,7 +12,7 @@ import pytest
 from mlx_parallm.config import EngineConfig, LoadingConfig, ModelConfig
 from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.directory import ModelDirectory
-from mlx_parallm.engine.kind import MemoryLimit, MemoryWish
+from mlx_parallm.engine.kind import MemoryLimit, MemoryWish, StartedModel
 from mlx_parallm.engine.ledger import WEIGHTS, Ledger
 from mlx_parallm.engine.loader import ModelLoader, Promise
 from mlx_parallm.engine.model_entry import ModelEntry
@@ -20,7 +20,7 @@ from mlx_parallm.engine.policies import NamedAdapter
 from mlx_parallm.engine.residency import Residency
 from mlx_parallm.engine.status import ModelState
 from mlx_parallm.pooling.model import POOLING_TRAITS, PoolingModel
-from mlx_parallm.types.errors import ModelLoadError, ModelNotFoundError
+from mlx_parallm.types.errors import ModelLoadError, ModelNotFoundError, NoRoomError
 from mlx_parallm.types.pooling import PoolingInfo
 from tests.fakes import ByteTokenizer
 from tests.virtual_time import in_virtual_time
@@ -60,28 +60,32 @@ class ScriptedLoader(ModelLoader):
             raise self.failure
         self.in_memory.add(name)
         self.peak = max(self.peak, sum(SIZES[other] for other in self.in_memory))
-        info = PoolingInfo(
-            architecture="x",
-            vocab_size=9,
-            max_model_len=9,
-            dims=2,
-            dtype="float32",
-            weight_bytes=SIZES[name],
-        )
-        tokenizer: Any = ByteTokenizer()
-        return PoolingModel(
-            names=names,
-            root="r",
-            created=1,
-            tokenizer=tokenizer,
-            info=info,
-            max_batch_tokens=64,
-            max_waiting=100,
-        )
+        return pooling_model(names, SIZES[name])
 
     async def drop(self, name: str) -> None:
         self.events.append(f"drop {name}")
         self.in_memory.remove(name)
+
+
+def pooling_model(names: tuple[str, ...], num_bytes: int) -> PoolingModel:
+    info = PoolingInfo(
+        architecture="x",
+        vocab_size=9,
+        max_model_len=9,
+        dims=2,
+        dtype="float32",
+        weight_bytes=num_bytes,
+    )
+    tokenizer: Any = ByteTokenizer()
+    return PoolingModel(
+        names=names,
+        root="r",
+        created=1,
+        tokenizer=tokenizer,
+        info=info,
+        max_batch_tokens=64,
+        max_waiting=100,
+    )
 
 
 def residency_of(loader: ScriptedLoader, max_bytes: int | None) -> Residency:
@@ -317,3 +321,153 @@ async def test_a_model_is_evicted_while_an_adapter_of_it_comes() -> None:
     residency.end(entries["b"])
     await waits
     assert entries["a"].is_loaded
+
+
+def started(name: str, num_bytes: int = 10) -> StartedModel:
+    model = pooling_model((name, name * 2), num_bytes)
+    return StartedModel(ModelConfig(path=name), model, is_loaded=True)
+
+
+@in_virtual_time
+async def test_unloads_of_one_name_follow_each_other() -> None:
+    residency, loader, (a, *_) = make()
+    await residency.begin(a)
+    first = asyncio.create_task(residency.unload(a))
+    await settle()
+    again = ModelEntry(ModelConfig(path="a"), ("a",))
+    residency.add(again)
+    late = asyncio.create_task(residency.begin(again))
+    await settle()
+    second = asyncio.create_task(residency.unload(again))
+    await settle()
+    assert not first.done()
+    assert not late.done()
+    residency.end(a)
+    await asyncio.gather(first, second)
+    with pytest.raises(ModelNotFoundError):
+        await late
+    assert loader.in_memory == set()
+
+
+@in_virtual_time
+async def test_an_unload_during_a_load_holds_up_no_other_load() -> None:
+    residency, loader, (a, b, _) = make()
+    loader.gate.clear()
+    reader = asyncio.create_task(residency.begin(a))
+    await loader.begun.wait()
+    leaving = asyncio.create_task(residency.unload(a))
+    loader.gate.set()
+    await reader
+    await use(residency, b)
+    assert not leaving.done()
+    residency.end(a)
+    await leaving
+
+
+@pytest.mark.parametrize("why", ["pinned", "changed", "needed"])
+@in_virtual_time
+async def test_a_model_that_must_stay_by_then_stays(why: str) -> None:
+    needed: set[str] = set()
+    loader = ScriptedLoader()
+    limit = MemoryLimit(30, "Pooling models", "--pooling-memory-bytes")
+    ledger = Ledger({POOLING_TRAITS.name: limit})
+    residency = Residency(
+        loader, ledger, LoadingConfig(), read_limit=no_limit, is_needed=needed.__contains__
+    )
+    a, c = (ModelEntry(ModelConfig(path=name), (name,)) for name in "ac")
+    for entry in (a, c):
+        residency.add(entry)
+    await residency.begin(a)
+    other = asyncio.create_task(use(residency, c))
+    await settle()
+    a.is_pinned, a.is_changed = why == "pinned", why == "changed"
+    needed.update("a" if why == "needed" else "")
+    residency.end(a)
+    with pytest.raises(ModelLoadError, match=r"stay in memory: a \("):
+        await other
+    assert loader.in_memory == {"a"}
+    await use(residency, a)
+    # Its time to live does not end either.
+    residency.set_ttl(a, 3)
+    await use(residency, a)
+    await asyncio.sleep(10)
+    assert loader.in_memory == {"a"}
+
+
+@in_virtual_time
+async def test_an_engine_that_was_started_anew_has_its_models_only() -> None:
+    residency, loader, (a, b, _) = make()
+    a.ttl_s = 5
+    await use(residency, a)
+    await use(residency, b)
+    # The thread dies, and loads what it was started with.
+    loader.in_memory = {"a"}
+    residency.replace([started("a")])
+    assert (a.is_loaded, b.is_loaded) == (True, False)
+    assert residency.by_name["aa"] is a
+    assert [claim.model for claim in residency.ledger.claims()] == ["a", "a"]
+    await residency.begin(a)
+    await asyncio.sleep(60)
+    assert loader.in_memory == {"a"}
+    residency.end(a)
+    await asyncio.sleep(60)
+    assert loader.in_memory == set()
+    assert not residency.ledger.claims()
+
+
+@in_virtual_time
+async def test_what_a_restart_brings_back_of_unloaded_models_goes() -> None:
+    residency, loader, (a, *_) = make()
+    await use(residency, a)
+    await residency.unload(a)
+    loader.in_memory = {"a"}
+    residency.replace([started("a")])
+    assert "a" not in residency.by_name
+    await residency.start()
+    assert loader.in_memory == set()
+
+
+@in_virtual_time
+async def test_nothing_leaves_for_a_model_that_is_known_to_lack_kv() -> None:
+    residency, loader, (a, b, c) = make()
+    await use(residency, a)
+    residency.ledger.limit = 40
+    c.smallest_kv = 11
+    with pytest.raises(ModelLoadError, match="c takes 41 bytes"):
+        await use(residency, c)
+    assert loader.in_memory == {"a"}
+    await use(residency, b)
+
+
+@in_virtual_time
+async def test_a_time_from_a_request_holds_for_one_stay() -> None:
+    residency, loader, (a, *_) = make()
+    a.ttl_s = 100
+    await residency.begin(a)
+    residency.set_ttl(a, 0)
+    residency.end(a)
+    await settle()
+    assert loader.in_memory == set()
+    await use(residency, a)
+    await asyncio.sleep(50)
+    assert loader.in_memory == {"a"}
+    await asyncio.sleep(60)
+    assert loader.in_memory == set()
+
+
+@in_virtual_time
+async def test_a_model_that_was_to_leave_in_vain_expires_still() -> None:
+    loader = ScriptedLoader()
+    limit = MemoryLimit(30, "Pooling models", "--pooling-memory-bytes")
+    ledger = Ledger({POOLING_TRAITS.name: limit})
+    residency = Residency(loader, ledger, LoadingConfig(wait_s=5), read_limit=no_limit)
+    a, b, c = (ModelEntry(ModelConfig(path=name), (name,), ttl_s=30) for name in "abc")
+    for entry in (a, b, c):
+        residency.add(entry)
+    await use(residency, b)
+    await residency.begin(a)
+    with pytest.raises(NoRoomError, match="a has 1 requests"):
+        await use(residency, c)
+    assert loader.in_memory == {"a", "b"}
+    await asyncio.sleep(60)
+    assert loader.in_memory == {"a"}
