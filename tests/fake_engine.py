@@ -236,6 +236,8 @@ class FakeEngine:
         return self._model
 
     async def wait(self, name: str, client: str = "") -> None:
+        if name in self._model.names:
+            return
         if self.pooling is not None:
             await self.pooling.thread.wait(name, client)
         elif self.find(name) is None:

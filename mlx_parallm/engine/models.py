@@ -223,6 +223,35 @@ class PackedModel(Protocol):
         ...
 
 
+class Named(Protocol):
+    """A model, or an adapter of one.
+
+    Attributes:
+        names: that requests may use; the first is the one reported.
+        parent: the first name of an adapter's model; None for a model.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See above."""
+        ...
+
+    @property
+    def parent(self) -> str | None:
+        """See above."""
+        ...
+
+
+def name_for(model: Named, requested: str | None) -> str:
+    """Return what the answer to a request calls the model that the request named so.
+
+    A model that stands for a name that is not served answers with its own.
+    """
+    if requested is None or (model.parent is None and requested not in model.names):
+        return model.names[0]
+    return requested
+
+
 class ServedModel(Protocol):
     """The event loop's view of a loaded model, or of an adapter of one.
 

@@ -199,10 +199,12 @@ class Residency:
         await self._room.grow_idle()
 
     def set_ttl(self, entry: ModelEntry, ttl_s: float | None) -> None:
-        """Evict a model once after so many idle seconds from its next request on; None: never."""
-        # No timer starts before the request that brought the time: 0 would evict the model while
-        # that request is prepared.
+        """Evict a model once, after so many idle seconds; None: never.
+
+        The request that brought the time was admitted, and may have ended already.
+        """
         entry.stay_s = math.inf if ttl_s is None else ttl_s
+        entry.arm(self._expire)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
         task = asyncio.ensure_future(work)

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.engine.status import ModelStatus
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine, serve_fake
 
@@ -69,6 +70,20 @@ def test_the_first_that_generates_answers(
     assert response.json()["model"] == FIRST
     if not path.endswith("render"):
         assert engine.submitted.get().model == FIRST
+
+
+class StandingIn(FakeEngine):
+    """Answers for any name that begins as those of other services."""
+
+    def find(self, name: str) -> ModelStatus | None:
+        return super().find(FIRST if name.startswith("gpt-") else name)
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_an_answer_names_the_model_that_stands_for_another(path: str, tmp_path: Path) -> None:
+    with serve_fake(StandingIn(), ServerConfig(data_dir=str(tmp_path))) as url:
+        response = httpx2.post(url + path, json=ASKED[path] | {"model": "gpt-4o"})
+    assert (response.status_code, response.json()["model"]) == (200, FIRST)
 
 
 @pytest.mark.parametrize("path", NAMELESS)

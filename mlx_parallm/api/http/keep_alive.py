@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
@@ -19,14 +20,19 @@ _PART = r"\d+(?:\.\d*)?(ns|us|µs|ms|s|m|h)"
 DURATION = re.compile(rf"[+-]?(?:{_PART})+")
 UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 MAX_DURATION_CHARS = 64
+# MAX_S: the longest time of Go's durations, 292 years.
+MAX_S = 2**63 // 10**9
 
 
 def _seconds(value: object) -> float:
     """Return a time in seconds, infinite for a negative one, as Ollama reads ``keep_alive``."""
     if isinstance(value, str):
         value = _read_duration(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise ValueError('must be seconds, or a duration such as "5m"; negative is for ever')
+    # No comparison with NaN is true, and Python compares numbers that are too large for a float.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value <= MAX_S:
+        raise ValueError(
+            f'must be seconds, or a duration such as "5m", up to {MAX_S} s; negative is for ever'
+        )
     return math.inf if value < 0 else float(value)
 
 
@@ -52,38 +58,54 @@ KeepAlive = Annotated[
 
 
 class KeepAliveFields(BaseModel):
-    """Fields of bodies for a model that stays in memory for a while; see ``note_keep_alive``."""
+    """Fields of bodies for a model that stays in memory for a while; see ``KeepAliveTime``."""
 
     ttl: KeepAlive = None
     keep_alive: KeepAlive = None
 
 
-def note_keep_alive(request: Request, engine: RequestDoor, model: str) -> None:
-    """Let a model stay in memory for the time that a body names, from its last request on.
+@dataclass(frozen=True, slots=True)
+class KeepAliveTime:
+    """The time that a model stays in memory after a request.
 
-    Args:
-        request: has read its body.
-        engine: has the model.
-        model: one of its names.
-
-    Raises:
-        InvalidRequestError: it is no time.
-        PermissionDeniedError: it is longer than ``--model-ttl``, and the key is no admin key.
+    Attributes:
+        seconds: infinite for ever; None if the body names none.
     """
-    value: Any = getattr(request, "value", None)
-    if not is_object(value):
-        return
-    for name in KeepAliveFields.model_fields:
-        if value.get(name) is not None:
-            ttl_s = _read(value[name], name)
-            most_s = request.app.state.engine.config.loading.ttl_s
-            if most_s is not None and ttl_s > most_s and not has_admin_key(request):
-                raise PermissionDeniedError(
-                    f"{name} is longer than {most_s:g} s (--model-ttl), for which the admin key is "
-                    "needed.",
-                    param=name,
-                )
-            engine.set_ttl(model, None if math.isinf(ttl_s) else ttl_s)
+
+    seconds: float | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> KeepAliveTime:
+        """Return the time of a request that has read its body.
+
+        Raises:
+            InvalidRequestError: it is no time.
+            PermissionDeniedError: it is longer than ``--model-ttl``, and the key is no admin key.
+        """
+        value: Any = getattr(request, "value", None)
+        if not is_object(value):
+            return cls()
+        times = [
+            _allowed(request, _read(value[name], name), name)
+            for name in KeepAliveFields.model_fields
+            if value.get(name) is not None
+        ]
+        return cls(times[-1]) if times else cls()
+
+    def set(self, engine: RequestDoor, model: str) -> None:
+        """Let the model of a name stay for this time, once its request was admitted."""
+        if self.seconds is not None:
+            engine.set_ttl(model, None if math.isinf(self.seconds) else self.seconds)
+
+
+def _allowed(request: Request, seconds: float, name: str) -> float:
+    most_s = request.app.state.engine.config.loading.ttl_s
+    if most_s is not None and seconds > most_s and not has_admin_key(request):
+        raise PermissionDeniedError(
+            f"{name} is longer than {most_s:g} s (--model-ttl), for which the admin key is needed.",
+            param=name,
+        )
+    return seconds
 
 
 def _read(value: object, name: str) -> float:

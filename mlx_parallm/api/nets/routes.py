@@ -41,6 +41,7 @@ from mlx_parallm.api.nets.schema import (
     PredictRequest,
 )
 from mlx_parallm.api.turns.generation import unless_disconnected
+from mlx_parallm.engine.models import name_for
 from mlx_parallm.nets.client import NetClient
 from mlx_parallm.nets.kind import NETS
 from mlx_parallm.nets.model import NetModel
@@ -101,7 +102,7 @@ class Call(Generic[T]):
     @property
     def name(self) -> str:
         """The name of the net in the answer."""
-        return self.body.model or self.model.names[0]
+        return name_for(self.model, self.body.model)
 
     async def answer(
         self,

@@ -13,7 +13,7 @@ from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.ollama.answer import Durations
 from mlx_parallm.api.ollama.dialect import OLLAMA
-from mlx_parallm.api.ollama.models import served_name
+from mlx_parallm.api.ollama.models import answered_name, served_name
 from mlx_parallm.api.ollama.schema import OllamaEmbeddingRequest, OllamaEmbedRequest
 from mlx_parallm.api.pooling.answer import Encoded, PoolingCall, PoolingDep, num_tokens
 from mlx_parallm.api.pooling.inputs.encode import Reading, Role, named_prompt, single_inputs
@@ -26,9 +26,10 @@ routes = Routes(POOLING, dialect=OLLAMA, body_limit=INPUT, in_any_process=True)
 async def ollama_embed(body: OllamaEmbedRequest, pooling: PoolingDep) -> Response:
     """Return a vector of length 1 for each text, in Ollama's shape."""
     times = Durations()
-    call = pooling.open("ollama", served_name(pooling.client, body.model), "embed")
+    requested = served_name(pooling.client, body.model)
+    call = pooling.open("ollama", requested, "embed")
     check_dimensions(body.dimensions, call.model)
-    name = body.model or call.name
+    name = answered_name(body.model, requested, call.name)
 
     def answer(encoded: Encoded) -> dict[str, Any]:
         info = call.model.info
@@ -43,6 +44,7 @@ async def ollama_embed(body: OllamaEmbedRequest, pooling: PoolingDep) -> Respons
         }
 
     if body.input == [""]:
+        call.on_computed()
         return JSONResponse({"model": name, "embeddings": []})
     reading = Reading(truncate=-1 if body.truncate else None)
     return await _embed(call, body.input, reading, answer)
@@ -58,6 +60,7 @@ async def ollama_embeddings(body: OllamaEmbeddingRequest, pooling: PoolingDep) -
         return {"embedding": vector.tolist()}
 
     if not body.prompt:
+        call.on_computed()
         return JSONResponse({"embedding": []})
     return await _embed(call, [body.prompt], Reading(truncate=-1, param="prompt"), answer)
 

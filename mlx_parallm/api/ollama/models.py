@@ -41,6 +41,17 @@ def served_name(door: NameFinder, name: str | None) -> str | None:
     return name.removesuffix(LATEST)
 
 
+def answered_name(requested: str | None, served: str | None, name: str) -> str:
+    """Return what an answer calls a model: as its body did, unless another answers for that name.
+
+    Args:
+        requested: the name in the body.
+        served: the same as ``served_name`` has it.
+        name: of the model that answers.
+    """
+    return requested if requested is not None and served == name else name
+
+
 def capabilities(model: Any) -> list[str]:
     """Return what Ollama's routes can do with a model; nothing for kinds of other routes."""
     if isinstance(model, PoolingModel):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastapi import Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.http.declared import INPUT
-from mlx_parallm.api.http.keep_alive import note_keep_alive
+from mlx_parallm.api.http.keep_alive import KeepAliveTime
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.ollama.answer import (
@@ -17,7 +19,7 @@ from mlx_parallm.api.ollama.answer import (
     empty_answer,
 )
 from mlx_parallm.api.ollama.dialect import OLLAMA
-from mlx_parallm.api.ollama.models import served_name
+from mlx_parallm.api.ollama.models import answered_name, served_name
 from mlx_parallm.api.ollama.request import (
     CHAT_FIELDS,
     PROMPT_FIELDS,
@@ -36,6 +38,7 @@ from mlx_parallm.api.turns.logprobs import TokenNames
 from mlx_parallm.api.turns.prelude import Admitted, Prelude, PreludeDep, generator
 from mlx_parallm.api.turns.prepare import prepare_turn
 from mlx_parallm.api.turns.stream import TurnStream, respond
+from mlx_parallm.engine.models import name_for
 from mlx_parallm.engine.status import ModelState
 from mlx_parallm.types.request import GenerateRequest
 
@@ -76,25 +79,26 @@ async def ollama_generate(body: OllamaGenerateRequest, prelude: PreludeDep) -> R
 async def _admit(body: GenerationFields, prelude: Prelude) -> Admitted:
     name = served_name(prelude.engine, body.model)
     admitted = await prelude.admit(name, takes_sources=True)
-    return Admitted(prelude, body.model or admitted.name, admitted.model)
+    return replace(admitted, name=answered_name(body.model, name, admitted.name))
 
 
 async def _answer_nothing(body: GenerationFields, prelude: Prelude) -> Response:
     """Bring a model of any kind into memory; with a ``keep_alive`` of 0 let it leave."""
     engine = prelude.engine
-    name = served_name(engine, body.model)
-    if name is None:
-        name, _ = generator(engine, None, takes_sources=True)
+    requested = served_name(engine, body.model)
+    name = requested or generator(engine, None, takes_sources=True)[0]
     status = engine.find(name)
     if status is None:
         raise engine.not_found(name)
     leaves = body.keep_alive == 0
+    stay = KeepAliveTime.of(prelude.request)
     if status.state is ModelState.LOADED or not leaves:
-        note_keep_alive(prelude.request, engine, name)
         await engine.wait(name, prelude.client)
+        stay.set(engine, name)
     is_chat = isinstance(body, OllamaChatRequest)
     reason = "unload" if leaves else "load"
-    return JSONResponse(empty_answer(body.model or name, reason, is_chat=is_chat))
+    name = answered_name(body.model, requested, name_for(status, name))
+    return JSONResponse(empty_answer(name, reason, is_chat=is_chat))
 
 
 async def _answer(

@@ -13,9 +13,10 @@ from fastapi import Depends, Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_parallm.api.http.dependencies import get_requests
-from mlx_parallm.api.http.keep_alive import note_keep_alive
+from mlx_parallm.api.http.keep_alive import KeepAliveTime
 from mlx_parallm.api.pooling.encoded import ModelCall, are_few, num_numbers
 from mlx_parallm.api.turns.generation import unless_disconnected
+from mlx_parallm.engine.models import name_for
 from mlx_parallm.pooling.client import PoolingClient
 from mlx_parallm.pooling.kind import POOLING
 from mlx_parallm.pooling.model import PoolingModel
@@ -58,13 +59,14 @@ class PoolingPrelude:
             kind: prefix of the answer's id.
             own_id: the rest of that id, if the body chooses it; None: a new one.
         """
-        note_keep_alive(self.request, self.engine, model.names[0])
         new_id = self.request.state.answer_id
         return PoolingCall(
             request=self.request,
+            engine=self.engine,
             client=self.client,
             model=model,
-            name=name or model.names[0],
+            stay=KeepAliveTime.of(self.request),
+            name=name_for(model, name),
             work_id=f"{kind}-{new_id}",
             answer_id=f"{kind}-{own_id or new_id}",
         )
@@ -85,13 +87,21 @@ class PoolingCall(ModelCall):
 
     Attributes:
         request: the HTTP request.
+        engine: serves the models.
+        stay: the time that the model is to stay in memory.
         name: the model's name in the answer.
         answer_id: the answer's id.
     """
 
     request: Request
+    engine: RequestClient
+    stay: KeepAliveTime
     name: str
     answer_id: str
+
+    def on_computed(self) -> None:
+        """Let the model stay in memory."""
+        self.stay.set(self.engine, self.model.names[0])
 
     async def respond(
         self,

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlx_parallm.pooling.client import PoolingClient
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.types.pooling import PoolingInfo, PoolingInput, PoolingResults, Task
+from mlx_parallm.types.pooling import PoolingInfo, PoolingInput, PoolingResults, PoolRequest, Task
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class ModelCall:
 
     async def encode(self, inputs: Sequence[PoolingInput]) -> PoolingResults:
         """Return the results of inputs; see ``PoolingClient.encode``."""
-        return await self.client.encode(self.model.request(self.work_id, inputs))
+        return await self._compute(self.model.request(self.work_id, inputs))
 
     async def written(
         self,
@@ -62,11 +62,19 @@ class ModelCall:
         hits: list[bool] = []
         for number, some in enumerate(in_parts(inputs, self.model.info)):
             request = self.model.request(f"{self.work_id}-{part}{number}", some)
-            results = await self.client.encode(request)
+            results = await self._compute(request)
             work = partial(_written, some, results, write)
             written += work() if are_few(some, self.model.info) else await asyncio.to_thread(work)
             hits += results.cache_hits
         return written, hits
+
+    def on_computed(self) -> None:
+        """Note that some results have come."""
+
+    async def _compute(self, request: PoolRequest) -> PoolingResults:
+        results = await self.client.encode(request)
+        self.on_computed()
+        return results
 
 
 def _written(

@@ -10,12 +10,13 @@ from fastapi import Depends, Request
 
 from mlx_parallm.api.http.auth import caller_of
 from mlx_parallm.api.http.declared import TOKENIZE_HINT
-from mlx_parallm.api.http.keep_alive import note_keep_alive
+from mlx_parallm.api.http.keep_alive import KeepAliveTime
 from mlx_parallm.api.http.offload import in_thread, on_body
 from mlx_parallm.api.http.scopes import engine_for
 from mlx_parallm.api.turns.generation import Fields, Generation, named_by
 from mlx_parallm.api.turns.images import DATA, Images
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.engine.models import name_for
 from mlx_parallm.generation.admission import check_room
 from mlx_parallm.generation.kind import GENERATION, GenerationClient
 from mlx_parallm.generation.model import GenerationModel
@@ -62,10 +63,7 @@ def generator(
         except ModelNotFoundError as error:
             error.param = field if adapter is not None else error.param
             raise
-    name = adapter or model or chosen.names[0]
-    if name == model and chosen.parent is None and name not in chosen.names:
-        # The default model answers for a name that is not served.
-        name = chosen.names[0]
+    name = adapter or name_for(chosen, model)
     if not takes_sources:
         refuse_sources(chosen, name)
     return name, chosen
@@ -135,18 +133,22 @@ class Admitted:
         prelude: what was known of the request before.
         name: what the answer calls the model.
         model: generates.
+        stay: the time that the model is to stay in memory.
     """
 
     prelude: Prelude
     name: str
     model: GenerationModel
+    stay: KeepAliveTime
 
     async def start(self, requests: Sequence[GenerateRequest], fields: Fields) -> Generation:
         """Submit every request to the engine, or none; see ``Generation.start``."""
         prelude = self.prelude
-        return await Generation.start(
+        generation = await Generation.start(
             prelude.engine, requests, fields=fields, max_waiting=prelude.max_waiting
         )
+        self.stay.set(prelude.engine, self.model.names[0])
+        return generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +252,7 @@ class Prelude:
             await GENERATION.client(self.engine).check_room(
                 model.names[0], self.client, num_prompts * n
             )
-            note_keep_alive(self.request, self.engine, model.names[0])
-        return Admitted(self, name, model)
+        return Admitted(self, name, model, KeepAliveTime.of(self.request))
 
 
 def _written_size(url: str) -> int:

@@ -36,6 +36,7 @@ from mlx_parallm.api.nets.oip.schema import (
     infer_schema,
 )
 from mlx_parallm.api.turns.generation import unless_disconnected
+from mlx_parallm.engine.models import name_for
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.nets.client import NetClient
 from mlx_parallm.nets.kind import NETS
@@ -127,7 +128,7 @@ async def infer(
         results = await nets.run(inference.request)
         response = await on_body(
             results.num_numbers * BYTES_PER_NUMBER,
-            lambda: infer_response(name, inference, results, coding),
+            lambda: infer_response(name_for(model, name), inference, results, coding),
         )
         tell_ignored(response, inference.body.ignored)
         return response
@@ -140,9 +141,10 @@ async def infer(
 async def model_metadata(name: str, nets: NetsDep, version: str = VERSION) -> ModelMetadata:
     """Return the signature of a net."""
     check_version(name, version)
-    signature = nets.get(name).signature
+    model = nets.get(name)
+    signature = model.signature
     return ModelMetadata(
-        name=name,
+        name=name_for(model, name),
         versions=[VERSION],
         platform=PLATFORM,
         inputs=[tensor_metadata(spec) for spec in signature.inputs],

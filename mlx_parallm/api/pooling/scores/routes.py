@@ -178,7 +178,7 @@ async def _labels(
     if classifier is not None:
         call = pooling.call(classifier, body.model, "score")
         scores = await classifier_scores(call, body, parts, apply_softmax=apply_softmax)
-        return body.model or classifier.names[0], scores
+        return call.name, scores
     name, model = generator(prelude.engine, body.model)
     _check_for_generator(body, name)
     admitted = await prelude.admit_to(model, name, num_prompts=len(parts), fields=FIELDS)

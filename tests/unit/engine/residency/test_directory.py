@@ -17,6 +17,7 @@ from mlx_parallm.engine.kind import ModelLoad
 from mlx_parallm.engine.model_entry import ModelEntry
 from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.types.errors import EngineDeadError, InvalidRequestError, ModelNotFoundError
+from tests.virtual_time import in_virtual_time
 
 
 class NoEngines:
@@ -127,3 +128,20 @@ def test_names_cost_the_same_with_any_number_of_models(monkeypatch: pytest.Monke
     core.directory.list_found({})
     assert not calls
     assert not core.model_names()
+
+
+@in_virtual_time
+async def test_a_time_to_live_holds_for_a_request_that_ended_before() -> None:
+    core = core_of()
+    core.directory.list_found(found("m"))
+    entry, _ = core.directory.address("m")
+    assert entry is not None
+    entry.is_loaded = True
+    async with core.directory.held(entry):
+        core.set_ttl("m", 5)
+        assert core.directory.expires_in_s("m") is None
+    assert core.directory.expires_in_s("m") == 5
+    core.set_ttl("m", 2)
+    assert core.directory.expires_in_s("m") == 2
+    core.set_ttl("m", None)
+    assert core.directory.expires_in_s("m") is None
