@@ -75,6 +75,9 @@ class LoopState(Protocol):
         pending: models that are being loaded, by their commands' number.
         stagings: adapters that are being uploaded into a slot, likewise.
         beside: work beside the models.
+        is_paused: True if no steps are begun, of models loaded later neither.
+        asleep: those of ``SLEEP_TAGS`` that are asleep, likewise.
+        sleep_level: of the latest sleep.
     """
 
     engines: MutableMapping[str, ServedEngine]
@@ -85,6 +88,9 @@ class LoopState(Protocol):
     pending: dict[int, PendingModel]
     stagings: dict[int, AdapterStaging]
     beside: Sequence[WorkBeside]
+    is_paused: bool
+    asleep: Sequence[str]
+    sleep_level: int
 
     def takers(self) -> Sequence[ServedEngine | WorkBeside]:
         """Return all that takes turns."""

@@ -273,6 +273,7 @@ class Pause(Change, EngineCommand[int], JoinsResults):
 
     def __call__(self, loop: LoopState) -> int:
         """Apply the command."""
+        loop.is_paused = True
         for engine in loop.takers():
             engine.is_paused = True
             # No token may come after the answer.
@@ -295,6 +296,7 @@ class Resume(Change, EngineCommand[None]):
 
     def __call__(self, loop: LoopState) -> None:
         """Apply the command."""
+        loop.is_paused = False
         for engine in loop.takers():
             engine.is_paused = False
 
@@ -409,6 +411,7 @@ class SleepModels(Change, EngineCommand[None]):
 
     def __call__(self, loop: LoopState) -> None:
         """Apply the command."""
+        loop.asleep, loop.sleep_level = SLEEP_TAGS, self.level
         for model, engine in loop.engines.items():
             _forget_beside(loop, model)
             engine.save()
@@ -432,10 +435,13 @@ class WakeModels(Change, EngineCommand[list[str]], JoinsResults):
 
     def __call__(self, loop: LoopState) -> list[str]:
         """Apply the command."""
-        changeable = _changeable(loop)
-        for live in changeable:
-            live.wake(self.tags)
-        return [tag for tag in SLEEP_TAGS if any(tag in live.asleep for live in changeable)]
+        asleep = [tag for tag in loop.asleep if tag not in self.tags]
+        if changeable := _changeable(loop):
+            for live in changeable:
+                live.wake(self.tags)
+            asleep = [tag for tag in SLEEP_TAGS if any(tag in live.asleep for live in changeable)]
+        loop.asleep = asleep
+        return asleep
 
     @override
     def together(self, results: Sequence[list[str]]) -> list[str]:

@@ -31,6 +31,7 @@ from mlx_parallm.engine.models import KindTraits, LoadedModel, ServedEngine, Ser
 from mlx_parallm.engine.thread_streams import free_streams
 from mlx_parallm.models.checkpoints.weight_files import weight_files
 from mlx_parallm.types.errors import ParallmError
+from mlx_parallm.types.request import SLEEP_TAGS
 
 # SAVE_S: most seconds that saving takes before a model is unloaded.
 SAVE_S = 5.0
@@ -358,11 +359,11 @@ class UnloadModel(Change, EngineCommand[None]):
 
 
 def _join(name: str, engine: ServedEngine, loop: LoopState) -> None:
-    """Let a new engine take turns; it is paused, and sleeps, as the others are by now."""
-    others = loop.engines.values()
-    engine.is_paused = any(other.is_paused for other in others)
+    """Let a new engine take turns; it is paused, and sleeps, as all are by now."""
+    engine.is_paused = loop.is_paused
     if engine.live is not None:
         engine.live.begin_hashing()
-        if any(other.live is not None and other.live.asleep for other in others):
-            engine.live.sleep(2)
+        if loop.asleep:
+            engine.live.sleep(loop.sleep_level)
+            engine.live.wake([tag for tag in SLEEP_TAGS if tag not in loop.asleep])
     loop.add(name, engine)

@@ -81,6 +81,9 @@ class EngineLoop(LoopState):
         self.pending = {}
         self.stagings = {}
         self.beside = beside
+        self.is_paused = False
+        self.asleep = ()
+        self.sleep_level = 0
         self._deliver = deliver
         self._readers: dict[str, EventReader] = {}
         self._inbox = inbox

@@ -22,7 +22,9 @@ from mlx_parallm.config import (
     ModelConfig,
 )
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_NAME
+from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.core import EngineCore
+from mlx_parallm.engine.engine_commands import ListVersions
 from mlx_parallm.engine.kind import ModelLoad
 from mlx_parallm.engine.ledger import KV, WEIGHTS
 from mlx_parallm.engine.live_weights import WeightsUpdate
@@ -33,6 +35,7 @@ from mlx_parallm.types.events import PromptEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.worker.ops import Allocate, Load
 from mlx_parallm.worker.worker import Worker
+from tests.engine_action import Do
 
 MIB = 1 << 20
 #: PROMPT: more than two blocks of it.
@@ -295,3 +298,66 @@ async def test_a_pause_while_it_loads_pauses_it(core: EngineCore) -> None:
     assert not waiting.done()
     await core.control.wake_up()
     assert (await waiting).tokens == (await answer(core, "a")).tokens
+
+
+@pytest.fixture
+async def empty() -> AsyncIterator[EngineCore]:
+    """Yield a server all of whose models were unloaded."""
+    core = started("a")
+    await core.unload_model("a")
+    yield core
+    core.stop()
+
+
+async def rounds(core: EngineCore) -> None:
+    """Let the engine thread take more turns than an answer has tokens."""
+    for _ in range(20):
+        await core.call(ListVersions())
+
+
+async def asleep_in(core: EngineCore, name: str) -> list[str]:
+    return await core.call(Do(lambda loop: sorted(loop.engines[name].live.asleep)))
+
+
+async def test_a_pause_without_models_pauses_the_next_one(empty: EngineCore) -> None:
+    await empty.control.pause(PauseMode.KEEP)
+    await empty.load_model(load("b"))
+    waiting = asyncio.ensure_future(answer(empty, "b"))
+    await rounds(empty)
+    assert not waiting.done()
+    await empty.control.resume()
+    assert len((await waiting).tokens) == 6
+    await empty.load_model(load("c"))
+    assert len((await answer(empty, "c")).tokens) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [1, 2])
+async def test_a_model_that_loads_alone_sleeps_with_the_server(
+    empty: EngineCore, level: int
+) -> None:
+    loading = asyncio.ensure_future(empty.load_model(load("b")))
+    # Its name is taken before anything is read.
+    await asyncio.sleep(0)
+    assert states(empty)["b"] is ModelState.LOADING
+    await empty.control.sleep(level, PauseMode.KEEP)
+    await loading
+    assert await asleep_in(empty, "b") == ["kv_cache", "weights"]
+    waiting = asyncio.ensure_future(answer(empty, "b"))
+    assert await empty.control.wake_up(["weights"]) == ["kv_cache"]
+    await rounds(empty)
+    assert not waiting.done()
+    assert await empty.control.wake_up() == []
+    assert len((await waiting).tokens) == 6
+
+
+@pytest.mark.slow
+async def test_a_model_loads_as_far_asleep_as_the_server_is(empty: EngineCore) -> None:
+    loading = asyncio.ensure_future(empty.load_model(load("b")))
+    await asyncio.sleep(0)
+    await empty.control.sleep(2, PauseMode.KEEP)
+    assert await empty.control.wake_up(["weights"]) == ["kv_cache"]
+    await loading
+    assert await asleep_in(empty, "b") == ["kv_cache"]
+    assert await empty.control.wake_up() == []
+    assert len((await answer(empty, "b")).tokens) == 6
