@@ -100,8 +100,9 @@ class CacheConfig:
         enable_prefix_caching: reuse blocks of equal prefixes.
         kv_disk: a folder that keeps evicted blocks and those of earlier processes; None for none.
         kv_disk_bytes: most bytes of that folder, of all processes that use it together.
-        kv_host_bytes: most bytes of evicted blocks in host memory, of all models of an engine, on a
-            device that has memory of its own; 0 keeps none.
+        kv_host_bytes: most bytes of evicted blocks in host memory, of the models that an engine
+            starts with, on a device that has memory of its own; 0 keeps none. See
+            ``EngineConfig.num_host_shares``.
         state_cache_bytes: most bytes of states after cached prefixes, of each model that keeps a
             state and in each engine, as a part of its KV memory; 0 keeps none. None: what 64
             prefixes take, or an eighth of that memory if that is less.
@@ -357,6 +358,13 @@ class LoadingConfig:
     default_model: str | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
 
+    @property
+    def may_add(self) -> bool:
+        """True if requests may load models besides those of the start."""
+        return bool(
+            self.allowed_roots or self.allowed_repos or self.directories or self.scans_hub_cache
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksConfig:
@@ -415,6 +423,14 @@ class EngineConfig:
         cap = model.max_model_len
         is_shared = len(self.models) > 1 and not model.max_model_len_is_own
         return own if is_shared and cap is not None and own is not None and own < cap else cap
+
+    @property
+    def num_host_shares(self) -> int:
+        """Return into how many parts ``CacheConfig.kv_host_bytes`` is divided; each model has one.
+
+        There are two at least where models may be added, and no more for those that are.
+        """
+        return max(2 if self.loading.may_add else 1, len(self.models))
 
     def max_source_len_of(self, model: ModelConfig, learned: int | None) -> int:
         """Return the most tokens of a source of an encoder-decoder.

@@ -393,7 +393,7 @@ def _open_tiers(
         owner=identity.digest,
         block_bytes=loaded.kv.block_bytes,
         state_bytes=info.state_bytes,
-        num_models=max(1, len(context.settings.models)),
+        num_models=context.settings.num_host_shares,
         runs_ahead=info.runs_ahead,
         draft=None if loaded.draft is None else loaded.draft.seen,
     )

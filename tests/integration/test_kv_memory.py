@@ -13,13 +13,21 @@ from typing import Any, cast
 import pytest
 
 from mlx_parallm import LLM
-from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mlx_parallm.config import (
+    CacheConfig,
+    EngineConfig,
+    LoadingConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
+from mlx_parallm.engine import build
 from mlx_parallm.engine.build import check_host_blocks
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation.model import GENERATION_TRAITS
 from mlx_parallm.serving.build import build_engines
 from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.worker import Worker
 
 # KV of a token of the demonstration model, float32: 6 layers, 2 heads of 64, keys and values.
@@ -126,3 +134,42 @@ def test_without_a_size_no_more_is_taken_than_sequences_can_use(folders: dict[in
 def test_a_size_that_is_not_free_is_refused(folders: dict[int, str]) -> None:
     with pytest.raises(ConfigError, match=r"is 1024 GiB; only \S+ GiB are free"):
         built([folders[600]], 1 << 40)
+
+
+@pytest.mark.parametrize(
+    ("loading", "num_models", "count"),
+    [
+        (LoadingConfig(), 0, 1),
+        (LoadingConfig(), 3, 3),
+        (LoadingConfig(directories=("/models",)), 0, 2),
+        (LoadingConfig(allowed_roots=("/models",)), 1, 2),
+        (LoadingConfig(allowed_repos=("org/*",)), 2, 2),
+        (LoadingConfig(scans_hub_cache=True), 3, 3),
+    ],
+)
+def test_models_that_come_later_find_host_memory(
+    loading: LoadingConfig, num_models: int, count: int
+) -> None:
+    config = EngineConfig(models=(ModelConfig(),) * num_models, loading=loading)
+    assert config.num_host_shares == count
+
+
+def test_a_model_keeps_its_share_of_host_memory(
+    folders: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved: list[int] = []
+    # Only a GPU has host memory besides its own.
+    monkeypatch.setattr(build, "check_host_blocks", lambda *_: None)
+    monkeypatch.setattr(
+        ModelRunner, "reserve_host_memory", lambda _, num_bytes: reserved.append(num_bytes)
+    )
+    config = EngineConfig(
+        models=(ModelConfig(path=folders[600]),),
+        cache=CacheConfig(kv_cache_bytes=64 << 20, kv_host_bytes=1 << 26),
+        loading=LoadingConfig(directories=(str(DEMO_FOLDER.parent),)),
+        warm_up=False,
+    )
+    (model,) = build_engines(config, MetricFamilies(), Worker(), lambda text, share: None)
+    engine = cast(Any, model.engine)
+    (place,) = engine._tiers.stats().tiers
+    assert [place.store.limit_bytes, *reserved] == [1 << 25, 1 << 25]

@@ -390,8 +390,9 @@ class GeneratorModel(WorkerModel):
             max_source_len=_max_source_len(weights.spec, weights.loaded.model),
             faults=self._device.faults,
         )
-        if host_bytes := weights.spec.settings.cache.kv_host_bytes:
-            runner.reserve_host_memory(host_bytes // max(1, len(weights.spec.settings.models)))
+        settings = weights.spec.settings
+        if host_bytes := settings.cache.kv_host_bytes:
+            runner.reserve_host_memory(host_bytes // settings.num_host_shares)
         self._allocated = runner
         return replace(
             weights.plan,
