@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +52,15 @@ class ModelDirectory:
         self._sources = ModelSources(config.loading, paths)
         self._loading = config.loading
         self._catalogue = Catalogue(config.loading)
+
+    @property
+    def number(self) -> int:
+        """Another number after each change that ``statuses`` show."""
+        return self._residency.number
+
+    def on_moved(self, note: Callable[[], None]) -> None:
+        """Have ``note`` called after each such change, on any thread."""
+        self._residency.on_moved = note
 
     def statuses(self) -> Sequence[ModelStatus]:
         """Return all models that requests may name, and those that are being loaded.

@@ -6,10 +6,19 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.engine.models import ServedModel
 from mlx_parallm.engine.status import ModelState, ModelStatus
+
+# SHOWN: the fields that a model's status is made of.
+SHOWN = frozenset(
+    (
+        *("config", "names", "model", "is_loaded", "is_pinned", "is_listed"),
+        *("ttl_s", "stay_s", "progress", "loading", "size_bytes"),
+    )
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +47,7 @@ class ModelEntry:
         smallest_kv: bytes of KV without which it cannot serve; 0 until they are known.
         full_kv: bytes of KV that it had before it gave some back for others; 0 if it did not.
         size_bytes: the bytes of its files, if they were looked at before it was loaded.
+        on_shown: called with the name of a field after a change that ``status`` has.
     """
 
     config: ModelConfig
@@ -62,6 +72,19 @@ class ModelEntry:
     smallest_kv: int = 0
     full_kv: int = 0
     size_bytes: int | None = None
+    on_shown: Callable[[str], None] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Call ``on_shown`` if clients see the change."""
+        if name not in SHOWN:
+            object.__setattr__(self, name, value)
+            return
+        before = getattr(self, name, None)
+        object.__setattr__(self, name, value)
+        # Requests set equal times again and again; models are large to compare.
+        is_equal = before is value or (isinstance(value, float) and before == value)
+        if not is_equal and (note := getattr(self, "on_shown", None)) is not None:
+            note(name)
 
     def __post_init__(self) -> None:
         self.idle.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import count
 from typing import Any
@@ -21,6 +22,10 @@ from mlx_parallm.types.errors import ModelNotFoundError, OutOfMemoryError
 
 logger = logging.getLogger(__name__)
 
+# PROGRESS_S: seconds between two changes that are counted for the progress of loads. Each change
+# has the list of all models sent to other processes.
+PROGRESS_S = 1.0
+
 # RECHECK_S: seconds until it is looked again whether a model may expire that must stay.
 RECHECK_S = 10.0
 
@@ -34,6 +39,9 @@ class Residency:
     Attributes:
         by_name: the models that requests may name.
         ledger: the memory that is promised to them.
+        number: another one after every change that their statuses show; after progress about once
+            a second.
+        on_moved: called after each such change, on any thread.
     """
 
     def __init__(
@@ -58,6 +66,7 @@ class Residency:
         self._config = config
         self._turns = LoadTurns()
         self._clock = count(1)
+        self._numbers = count(1)
         self._tasks: set[asyncio.Future[None]] = set()
         # Set once a model that is being unloaded is gone, by its first name.
         self._leaving: dict[str, asyncio.Event] = {}
@@ -65,7 +74,10 @@ class Residency:
         self._unloaded: set[str] = set()
         self._read_limit = read_limit
         self._is_settled = False
+        self._progress_s = -math.inf
         self.by_name: dict[str, ModelEntry] = {}
+        self.number = 0
+        self.on_moved: Callable[[], None] = lambda: None
         self.ledger = ledger
         self._room = RoomMaker(
             ledger,
@@ -120,6 +132,17 @@ class Residency:
         async with self._turns.turn():
             await self.settle()
 
+    def _note_shown(self, field: str) -> None:
+        """Count a change of a field of a model that statuses show."""
+        if field == "progress":
+            now_s = time.monotonic()
+            if now_s - self._progress_s < PROGRESS_S:
+                return
+            self._progress_s = now_s
+        # Threads that read files change the progress.
+        self.number = next(self._numbers)
+        self.on_moved()
+
     def _arm_all(self) -> None:
         for entry in self.entries():
             entry.arm(self._expire)
@@ -129,10 +152,14 @@ class Residency:
         if entry.ttl_s is None:
             entry.ttl_s = self._config.ttl_s
         self.by_name |= dict.fromkeys(entry.names, entry)
+        entry.on_shown = self._note_shown
+        self._note_shown("names")
 
     def remove(self, entry: ModelEntry) -> None:
         """Let no request name a model any more; those that run go on."""
         entry.is_gone = True
+        entry.on_shown = None
+        self._note_shown("names")
         for name in entry.names:
             if self.by_name.get(name) is entry:
                 del self.by_name[name]

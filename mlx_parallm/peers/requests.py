@@ -83,10 +83,12 @@ class Catalogs:
         Raises:
             ControlError: a model cannot be pickled.
         """
-        statuses, control = self._core.statuses(), self._core.control
-        names = control.names
-        seen = (statuses, names.known, names.kept, control.versions, self._shared.number)
+        control, names = self._core.control, self._core.control.names
+        # Each flush of events asks, so statuses are not made to be compared.
+        number = self._core.directory.number
+        seen = (number, names.known, names.kept, control.versions, self._shared.number)
         if self._latest is None or seen != self._seen:
+            statuses = self._core.statuses()
             models = [self._sent(status.model) for status in statuses]
             rows = [
                 (replace(status, model=None), None if model is None else model.number)

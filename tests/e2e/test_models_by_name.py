@@ -109,6 +109,7 @@ def test_a_stream_hears_of_the_load_and_clients_read_it(server: ServerProcess) -
     unload_all(server)
     lines = chat(server, "b", stream=True).text.splitlines()
     comments = [line for line in lines if line.startswith(":")]
+    assert comments, lines
     assert comments[-1].startswith(": b was loaded in "), comments
     assert lines.index(comments[-1]) < next(i for i, each in enumerate(lines) if each[:4] == "data")
     unload_all(server)
@@ -122,6 +123,19 @@ def test_a_stream_hears_of_the_load_and_clients_read_it(server: ServerProcess) -
         )
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
     assert text == chat(server, "b").json()["choices"][0]["message"]["content"]
+
+
+def test_each_http_process_knows_of_an_eviction(server: ServerProcess) -> None:
+    for _ in range(4):
+        assert chat(server, "b", keep_alive=0).is_success
+        wait_for(server, "b", EVICTED)
+        # Every process that takes the next request says that it waited for a load.
+        answer = chat(server, "b")
+        assert "x-model-load-ms" in answer.headers
+    assert chat(server, "b", keep_alive=0).is_success
+    wait_for(server, "b", EVICTED)
+    lines = chat(server, "b", stream=True).text.splitlines()
+    assert any(line.startswith(": b was loaded in ") for line in lines), lines
 
 
 async def test_all_that_come_meanwhile_wait_for_one_load(server: ServerProcess) -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -96,6 +97,7 @@ class HttpProcesses:
         self._lives: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
         self._turn = 0
+        self._is_showing = False
 
     @property
     def are_serving(self) -> bool:
@@ -106,6 +108,7 @@ class HttpProcesses:
         """Start all of them, and return once each takes connections or has failed to."""
         self._core.control.announce = self.settle
         loop = asyncio.get_running_loop()
+        self._core.directory.on_moved(partial(self._show_soon, loop))
         first = [asyncio.Event() for _ in range(self._start.num_processes)]
         self._lives = [loop.create_task(self._live(event)) for event in first]
         for event in first:
@@ -129,6 +132,20 @@ class HttpProcesses:
         await asyncio.gather(
             *(self._settle(process, SETTLE_TIMEOUT_S) for process in self._processes)
         )
+
+    def _show_soon(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let every process know of models that were loaded or evicted, or load; on any thread."""
+        # Several changes of a moment go out together, and a loop that is closed has no processes.
+        if not self._is_showing:
+            self._is_showing = True
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._show)
+
+    def _show(self) -> None:
+        self._is_showing = False
+        for process in self._processes:
+            if process.is_ready:
+                process.peer.show()
 
     async def stop(self, timeout_s: float) -> None:
         """End all of them: they get some time to write what has been answered."""
@@ -219,6 +236,7 @@ class HttpProcesses:
         match message:
             case Ready():
                 process.is_ready = True
+                process.peer.show()
                 process.ready.set()
             case Closed():
                 process.num_connections -= 1

@@ -12,8 +12,11 @@ from typing import Any, cast
 import pytest
 
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.engine.catalogue import FoundModel
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.core import EngineCore
+from mlx_parallm.engine.model_entry import ModelEntry
+from mlx_parallm.engine.status import ModelState, ModelStatus
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.peers import requests
 from mlx_parallm.peers.channel import Packed, pack
@@ -335,3 +338,30 @@ async def test_such_a_request_is_aborted_where_the_engines_are(sums: Pair) -> No
     await sums.remote.wait("a")
     await sums.core.wait_until_idle()
     assert await sums.core.control.pause(PauseMode.KEEP) == 0
+
+
+async def test_a_flush_makes_no_status_while_no_model_moves(
+    pair: Pair, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[ModelEntry] = []
+    status = ModelEntry.status
+
+    def noting(entry: ModelEntry) -> ModelStatus:
+        made.append(entry)
+        return status(entry)
+
+    models = {name: FoundModel(name, Path(name), 1) for name in map(str, range(100))}
+    engine.directory.list_found(models)
+    pair.peer.show()
+    monkeypatch.setattr(ModelEntry, "status", noting)
+    for _ in range(50):
+        pair.peer.show()
+    assert not made
+    entry, _ = engine.directory.address("7")
+    assert entry is not None
+    entry.progress, entry.loading = 0.5, asyncio.get_running_loop().create_future()
+    await pair.peer.settle()
+    assert made
+    known = pair.remote.find("7")
+    assert known is not None
+    assert (known.state, known.progress) == (ModelState.LOADING, 0.5)

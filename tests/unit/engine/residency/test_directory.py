@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from mlx_parallm.config import EngineConfig, LoadingConfig
+from mlx_parallm.config import EngineConfig, LoadingConfig, ModelConfig
 from mlx_parallm.engine import directory
 from mlx_parallm.engine.catalogue import FoundModel
 from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.kind import ModelLoad
-from mlx_parallm.engine.model_entry import ModelEntry
+from mlx_parallm.engine.model_entry import SHOWN, ModelEntry
 from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.types.errors import EngineDeadError, InvalidRequestError, ModelNotFoundError
 from tests.virtual_time import in_virtual_time
@@ -145,3 +146,49 @@ async def test_a_time_to_live_holds_for_a_request_that_ended_before() -> None:
     assert core.directory.expires_in_s("m") == 2
     core.set_ttl("m", None)
     assert core.directory.expires_in_s("m") is None
+
+
+def test_every_change_that_a_status_shows_is_counted() -> None:
+    core = core_of()
+    core.directory.list_found(found("m"))
+    entry, _ = core.directory.address("m")
+    assert entry is not None
+    loop = asyncio.new_event_loop()
+    other: dict[str, Any] = {
+        "config": ModelConfig(path="/elsewhere"),
+        "names": ("n",),
+        "loading": loop.create_future(),
+        "waiting": [],
+        "idle": asyncio.Event(),
+        "timer": None,
+        "on_shown": entry.on_shown,
+    }
+    loop.close()
+    for field in fields(ModelEntry):
+        before, number = entry.status(), core.directory.number
+        now = getattr(entry, field.name)
+        value = other.get(field.name, not now if isinstance(now, bool) else 7)
+        setattr(entry, field.name, value)
+        if entry.status() != before:
+            assert core.directory.number > number, field.name
+        else:
+            assert core.directory.number == number or field.name in SHOWN, field.name
+        setattr(entry, field.name, now)
+
+
+async def test_progress_is_counted_about_once_a_second() -> None:
+    core = core_of()
+    core.directory.list_found(found("m"))
+    entry, _ = core.directory.address("m")
+    assert entry is not None
+    moves = Counter[str]()
+    core.directory.on_moved(lambda: moves.update(["move"]))
+    for number in range(1, 1000):
+        entry.progress = number / 1000
+    assert 1 <= moves["move"] < 20
+    before = moves["move"]
+    entry.is_loaded = True
+    entry.is_loaded = True
+    core.set_ttl("m", 5)
+    core.set_ttl("m", 5.0)
+    assert moves["move"] == before + 2
