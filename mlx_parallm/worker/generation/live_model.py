@@ -81,8 +81,11 @@ class LiveModel:
                 pool.release_kv()
             self._adapters.release()
             self._has_kv = False
-        give_back()
-        self._weights.offload(keeps=level == 1)
+        keeps = level == 1
+        if keeps:
+            # Their copies need room beside them.
+            give_back()
+        self._weights.offload(keeps=keeps)
         self._path.forget_weights()
         give_back()
 

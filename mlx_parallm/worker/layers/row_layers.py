@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.types.shape_buckets import ROW_COUNTS
-from mlx_parallm.worker.device.kernel_trial import KernelTrials
+from mlx_parallm.worker.device.kernel_trial import KernelTrials, ShapeTrials
 from mlx_parallm.worker.layers.row_kernel import MAX_ROWS, RowKernel, why_not, why_unsupported
 from mlx_parallm.worker.layers.wrapped_calls import replace_class
 
@@ -64,26 +64,54 @@ class RowProduct:
     """One product for all layers that read the same input.
 
     Attributes:
+        layers: these layers.
         arrays: the layers' weights one after the other, ``[N, K]``; for packed weights their scales
-            and biases too.
+            and biases too; none before ``settle`` or the first call.
         widths: the output widths of the layers, N in all.
         kernel: the kernel for up to ``MAX_ROWS`` rows; None to use MLX's operations alone.
     """
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        kernel: RowKernel | None = None,
+        trial: ShapeTrials | None = None,
+    ) -> None:
+        """Prepare; no weight is read.
+
+        Args:
+            layers: that read the same input.
+            kernel: ``settle`` decides if it is used; None to use MLX's operations alone.
+            trial: the trials of the kernel.
+        """
         self.kernel: RowKernel | None = None
-        self._layers = layers
+        self.layers = layers
+        self.arrays: list[mx.array] = []
+        self.widths = [layer["weight"].shape[0] for layer in layers]
+        self._candidate = kernel
+        self._trial = trial
         self._packing = _packing(layers[0])
         self._views: dict[int, mx.array] = {}
         self._input: mx.array | None = None
         self._outputs: list[Part | None] = []
         self._parts: list[list[mx.array]] | None = None
+
+    def settle(self) -> None:
+        """Merge the weights, and use the kernel if it is right for them; do it once."""
         self._merge()
+        kernel, self._candidate = self._candidate, None
+        trial, self._trial = self._trial, None
+        if kernel is None or trial is None or self._packing is not None:
+            return
+        weight = self.arrays[0]
+        shape = (*self.widths, weight.shape[1], weight.dtype)
+        if trial.agree(shape, partial(why_not, kernel, weight, self.widths)):
+            self.kernel = kernel
 
     def serves(self, x: mx.array) -> bool:
         """True if x is rows of one token each, in a bucketed number and the weights' dtype."""
         is_rows = x.ndim == 3 and x.shape[1] == 1 and x.shape[0] in ROW_COUNTS
-        return is_rows and x.dtype == _arrays(self._layers[0])[-1].dtype
+        return is_rows and x.dtype == _arrays(self.layers[0])[-1].dtype
 
     def take(self, index: int, x: mx.array) -> mx.array:
         """Return one layer's output; those of the others are kept until these are called."""
@@ -132,7 +160,7 @@ class RowProduct:
         """True if the layers still have the weights that ``_merge`` read."""
         return self._parts is not None and all(
             array is merged
-            for layer, part in zip(self._layers, self._parts, strict=True)
+            for layer, part in zip(self.layers, self._parts, strict=True)
             for array, merged in zip(_arrays(layer), part, strict=True)
         )
 
@@ -146,16 +174,16 @@ class RowProduct:
 
     def _merge(self) -> None:
         """Concatenate the weights, and make the layers' own weights views of the result."""
-        parts = [_arrays(layer) for layer in self._layers]
+        parts = [_arrays(layer) for layer in self.layers]
         self.widths = [part[0].shape[0] for part in parts]
         self.arrays = parts[0]
         if len(parts) > 1:
             self.arrays = [mx.concatenate(list(arrays)) for arrays in zip(*parts, strict=True)]
-            for index, layer in enumerate(self._layers):
+            for index, layer in enumerate(self.layers):
                 first = sum(self.widths[:index])
                 for name, array in zip(_names(layer), self.arrays, strict=True):
                     layer[name] = array[first : first + self.widths[index]]
-            parts = [_arrays(layer) for layer in self._layers]
+            parts = [_arrays(layer) for layer in self.layers]
             mx.eval(self.arrays, parts)
         self._parts, self._views = parts, {}
 
@@ -234,9 +262,20 @@ def _own_part(output: mx.array) -> Part:
 def use_row_layers(
     model: nn.Module, kernel: RowKernel | None, trials: KernelTrials | None = None
 ) -> int:
-    """Give a model's linear layers the classes of ``ROW_LAYERS``; return how many layers have them.
+    """Give a model row layers as ``row_products`` does, ready to run; return how many are new."""
+    was = _num_row_layers(model)
+    for product in row_products(model, kernel, trials):
+        product.settle()
+    return _num_row_layers(model) - was
 
-    Names and parameters stay.
+
+def row_products(
+    model: nn.Module, kernel: RowKernel | None, trials: KernelTrials | None = None
+) -> list[RowProduct]:
+    """Give a model's linear layers the classes of ``ROW_LAYERS``; return their products.
+
+    Names and parameters stay, and no weight is read: each product has to be settled once the
+    weights of its layers are.
 
     Args:
         model: mlx_lm's model.
@@ -247,21 +286,20 @@ def use_row_layers(
     trial = (trials or KernelTrials()).of("the linear kernel is")
     if kernel is not None:
         _begin(kernel, groups)
-    for group in groups:
-        product = RowProduct(group)
-        if kernel is not None and not _packing(group[0]):
-            weight, widths = product.arrays[0], product.widths
-            shape = (*widths, weight.shape[1], weight.dtype)
-            if trial.agree(shape, partial(why_not, kernel, weight, widths)):
-                product.kernel = kernel
-        for index, layer in enumerate(group):
+    products = [RowProduct(group, kernel, trial) for group in groups]
+    for product in products:
+        for index, layer in enumerate(product.layers):
             replace_class(layer, ROW_LAYERS[type(layer)], _product=product, _index=index)
     # Packed layers without a product, because of a bias or their mode, only flatten their input.
     rest = (layer for layer in model.modules() if type(layer) in ROW_LAYERS and _packing(layer))
-    flattened = {id(layer): layer for layer in rest}
-    for layer in flattened.values():
+    for layer in {id(layer): layer for layer in rest}.values():
         replace_class(layer, ROW_LAYERS[type(layer)])
-    return sum(map(len, groups)) + len(flattened)
+    return products
+
+
+def _num_row_layers(model: nn.Module) -> int:
+    kinds = set(ROW_LAYERS.values())
+    return len({id(module) for module in model.modules() if type(module) in kinds})
 
 
 def _begin(kernel: RowKernel, groups: Sequence[Sequence[nn.Module]]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from mlx_parallm.worker.device.ranks import Ranks, agreed, all_succeed
 from mlx_parallm.worker.layers.delta_net import NetKernels, use_net_kernels
 from mlx_parallm.worker.layers.expert_kernel import ExpertKernel, use_expert_layers
 from mlx_parallm.worker.layers.row_kernel import RowKernel
-from mlx_parallm.worker.layers.row_layers import use_row_layers
+from mlx_parallm.worker.layers.row_layers import RowProduct, row_products
 from mlx_parallm.worker.layers.state_kernels import ConvolutionKernel
 from mlx_parallm.worker.layers.state_layers import use_state_layers
 from mlx_parallm.worker.sharding.check import check_shardable
@@ -117,24 +118,42 @@ class OpenedModel:
     Attributes:
         loaded: the model and its facts.
         ranks: the processes that load it together; None if there is this one alone.
+        products: of its row layers, which are settled when their weights are evaluated.
+        kernels: each gives layers of the model, whose weights are evaluated, a kernel.
     """
 
     loaded: LoadedModel
     ranks: Ranks | None = None
+    products: Sequence[RowProduct] = ()
+    kernels: Sequence[Callable[[], int]] = ()
 
     def parts(self) -> Iterator[Callable[[], None]]:
         """Yield what evaluates the parameters, a part each; raise ModelLoadError as ``load_model``.
 
         Processes that load a model together evaluate it at once.
         """
-        model, path = self.loaded.model, self.loaded.path
+        model = self.loaded.model
         arrays, modes = parameters_of(model), scale_modes(model)
-        for part in weight_parts(arrays) if self.ranks is None else [arrays]:
-            yield partial(self._evaluate, part, path, modes)
+        parts = weight_parts(arrays) if self.ranks is None else iter([arrays])
+        for part, complete in _with_products(model, self.products, arrays, parts):
+            yield partial(self._evaluate, part, modes, complete)
+        for use_kernel in self.kernels:
+            yield partial(self._use_kernel, use_kernel)
 
-    def _evaluate(self, part: dict[str, mx.array], path: Path, modes: Mapping[str, str]) -> None:
-        with load_failures(path), all_succeed(self.ranks):
-            evaluate_weights(part, path, modes)
+    def _evaluate(
+        self, part: dict[str, mx.array], modes: Mapping[str, str], complete: Sequence[RowProduct]
+    ) -> None:
+        path = self.loaded.path
+        with load_failures(path):
+            with all_succeed(self.ranks):
+                evaluate_weights(part, path, modes)
+            part.clear()
+            for product in complete:
+                product.settle()
+
+    def _use_kernel(self, use_kernel: Callable[[], int]) -> None:
+        with load_failures(self.loaded.path):
+            use_kernel()
 
     def finish(self) -> LoadedModel:
         """Return the model, of which all parts were evaluated."""
@@ -194,15 +213,45 @@ def open_model(
         model, is_cast = _cast_generator(model, config.dtype, cast)
         with all_succeed(ranks):
             sharding = None if ranks is None else cut_model(model, ranks)
-        if backend_name() == "cuda":
-            use_row_layers(model, RowKernel(CudaLanguage()), trials)
-            use_expert_layers(model, ExpertKernel(CudaLanguage()), trials)
-            use_state_layers(model, ConvolutionKernel(CudaLanguage()), trials)
-            use_net_kernels(model, NetKernels(CudaLanguage()), trials)
         run_uncompiled(model)
         model.eval()
-    loaded = loaded_model(model, model_config, path, config, is_cast=is_cast)
-    return OpenedModel(replace(loaded, sharding=sharding), ranks)
+        loaded = loaded_model(model, model_config, path, config, is_cast=is_cast)
+        loaded = replace(loaded, sharding=sharding)
+        if backend_name() != "cuda":
+            return OpenedModel(loaded, ranks)
+        products = row_products(model, RowKernel(CudaLanguage()), trials)
+        return OpenedModel(loaded, ranks, products, _cuda_kernels(model, trials))
+
+
+def _cuda_kernels(model: nn.Module, trials: KernelTrials | None) -> list[Callable[[], int]]:
+    """Return what gives a model's layers, whose weights are evaluated, the kernels of CUDA."""
+    language = CudaLanguage()
+    return [
+        partial(use_expert_layers, model, ExpertKernel(language), trials),
+        partial(use_state_layers, model, ConvolutionKernel(language), trials),
+        partial(use_net_kernels, model, NetKernels(language), trials),
+    ]
+
+
+def _with_products(
+    model: nn.Module,
+    products: Sequence[RowProduct],
+    arrays: Mapping[str, mx.array],
+    parts: Iterable[dict[str, mx.array]],
+) -> Iterator[tuple[dict[str, mx.array], list[RowProduct]]]:
+    """Yield parts of a model's arrays, each with the products of whose weights it has the last."""
+    layers = {id(layer): product for product in products for layer in product.layers}
+    modules = model.named_modules() if layers else []
+    owners = {path: layers[id(module)] for path, module in modules if id(module) in layers}
+    unread = Counter(owners.get(name.rpartition(".")[0]) for name in arrays)
+    for part in parts:
+        complete: list[RowProduct] = []
+        for name in part:
+            product = owners.get(name.rpartition(".")[0])
+            unread[product] -= 1
+            if product is not None and not unread[product]:
+                complete.append(product)
+        yield part, complete
 
 
 def check_dtype(dtype: str) -> None:
