@@ -6,7 +6,7 @@ calls are wrapped, so that it selects rows before it multiplies; names of parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.device.ranks import Ranks, agreed
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
+from mlx_parallm.worker.ops import at_once
 from mlx_parallm.worker.weights.loader import LoadedModel
 
 #: NO_HEAD: the number of no module.
@@ -31,7 +32,7 @@ class RowSelector:
 
     Attributes:
         rows: indices of the rows; None for all rows.
-        head: the number of the module that asks this object; see ``install_row_selection``.
+        head: the number of the module that asks this object; see ``row_selection``.
     """
 
     def __init__(self) -> None:
@@ -82,19 +83,22 @@ class RowSelector:
             self._noted += hidden
 
 
-def install_row_selection(
+def row_selection(
     model: nn.Module, vocab_size: int, ranks: Ranks | None = None, chosen: int | None = None
-) -> RowSelector:
+) -> Generator[None, None, RowSelector]:
     """Return a row selector for the model's head; it is inactive if no head could be found.
 
-    The model is run on two tokens to check that the selector works and changes nothing else;
-    ``ranks`` that compute the model together must all find so. ``chosen`` is the number of an
-    earlier choice for an equal model, which is not checked again.
+    The model is run on two tokens to check that the selector works and changes nothing else, a
+    stage for each module that may be the head; ``ranks`` that compute the model together must all
+    find so. ``chosen`` is the number of an earlier choice for an equal model, which is not checked
+    again.
     """
     selector = RowSelector()
-    # The head is the last candidate: a layer before it may have as many rows by chance.
-    candidates = enumerate(reversed(_head_candidates(model, vocab_size)))
-    for number, (module, method) in candidates:
+    candidates = _head_candidates(model, vocab_size)
+    # MLX visits the last module first, and the head is the last: a layer before it may have as many
+    # rows by chance. Numbers count from the first.
+    for later, (module, method) in enumerate(candidates, 1):
+        number = len(candidates) - later
         if chosen not in (None, number):
             continue
         calls = WrappedCalls([module], partial(_selecting, method=method, selector=selector))
@@ -102,7 +106,12 @@ def install_row_selection(
             selector.head = number
             return selector
         calls.remove()
+        yield
     return selector
+
+
+#: ``install_row_selection``: ``row_selection`` without stages.
+install_row_selection = at_once(row_selection)
 
 
 def embedding_rows(model: nn.Module, vocab_size: int | None) -> int | None:

@@ -39,7 +39,7 @@ from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
 from mlx_parallm.worker.generation.paths.sequential import SequentialPath
 from mlx_parallm.worker.generation.paths.split import SplitPath
-from mlx_parallm.worker.generation.row_selection import RowSelector, install_row_selection
+from mlx_parallm.worker.generation.row_selection import RowSelector, row_selection
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ def choose_path(  # noqa: PLR0913 - settings, by name
     sources = checked_sources(model, vocab_size, block_size, first_block=needed)
     needed += 0 if sources is None else sources.num_blocks
     blocks = max(num_blocks, needed)
-    selector = install_row_selection(model, vocab_size, ranks, head)
+    selector = yield from row_selection(model, vocab_size, ranks, head)
     candidates = _Candidates(model, layouts, block_size, max_scores, selector)
     exact = blocks if backend.quantisation is None else needed
     yield from candidates.use(backend.unquantised(), exact)

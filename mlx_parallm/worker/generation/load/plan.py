@@ -39,7 +39,7 @@ class DecoderChoices:
         attention: the name of the attention backend.
         kernels: True for each of the layers' kernels that is used, by kernel and shape.
         path: the name of the forward path; None before ``Allocate``.
-        head: the number of the head that computes only some rows, see ``install_row_selection``;
+        head: the number of the head that computes only some rows, see ``row_selection``;
             None before ``Allocate``.
         samples_by_kernel: True if sampling kernels are used; None before ``Allocate``.
         why_no_images: why images are refused though the model has a tower; None if they are
