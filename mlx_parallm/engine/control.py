@@ -233,7 +233,10 @@ class EngineControl(AdapterControl):
 
     async def set_version(self, label: str, *, model: str | None = None) -> WeightsVersion:
         """Give the version of a model's weights another label, from the next token on."""
-        version = await self._door.call(RelabelWeights(self.first_name(model), label))
+        name = self.first_name(model)
+        # An evicted model comes back first, as for an update.
+        async with self._door.hold(name):
+            version = await self._door.call(RelabelWeights(name, label))
         await self.refresh()
         return version
 

@@ -268,6 +268,14 @@ async def test_a_label_and_an_adapter_outlive_an_eviction(core: EngineCore) -> N
     assert core.control.version("b").label == "labelled"
 
 
+async def test_a_label_reaches_an_evicted_model(core: EngineCore) -> None:
+    await core.load_model(load("b", ttl_s=0))
+    while states(core)["b"] is not ModelState.EVICTED:
+        await core.call(ListVersions())
+    await core.control.set_version("late", model="b")
+    assert core.control.version("b").label == "late"
+
+
 async def test_pinned_models_stay(core: EngineCore) -> None:
     await core.load_model(load("b", is_pinned=True))
     for name in "cdefg":
