@@ -321,9 +321,9 @@ class TrainingService(Watcher):
 
     @override
     def needs(self, model: str) -> bool:
-        """A session that goes on keeps its model: a part of it is in memory only."""
+        """A session that runs keeps its model; others find it again at their next step."""
         return any(
-            session.config.model == model and session.state.status is not Status.PAUSED
+            session.config.model == model and session.state.status is Status.RUNNING
             for session in self.all()
         )
 

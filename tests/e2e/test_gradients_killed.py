@@ -248,7 +248,10 @@ def test_evictions_and_other_weights_change_no_bit(
         paths = begun(client)
         for number in range(6):
             before = client.get(paths[1]).json()["step"]
+            # A session that runs keeps its model in memory.
+            asked(client, f"{paths[0]}/pause")
             asked(client, "/classify", model=CLASSIFIER, input=[f"a film {number}"])
+            asked(client, f"{paths[0]}/resume")
             replaced(client, roots / "second")
             asked(client, f"{paths[1]}/resume")
             # It finds out at its next step.
