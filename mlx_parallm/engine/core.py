@@ -128,6 +128,7 @@ class EngineCore:
             EngineDeadError: the engine's process ended.
         """
         self._loaded.clear()
+        self.died.clear()
         self._is_stopping = False
         thread = self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         thread.start()

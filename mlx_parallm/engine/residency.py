@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import count
 from typing import Any
 
 from mlx_parallm.config import LoadingConfig
 from mlx_parallm.engine.kind import MemoryWish, StartedModel
+from mlx_parallm.engine.known_models import KnownModels
 from mlx_parallm.engine.ledger import KV, WEIGHTS, Claim, Ledger
 from mlx_parallm.engine.load_turns import LoadTurns
 from mlx_parallm.engine.loader import ModelLoader
@@ -22,26 +22,18 @@ from mlx_parallm.types.errors import ModelNotFoundError, OutOfMemoryError
 
 logger = logging.getLogger(__name__)
 
-# PROGRESS_S: seconds between two changes that are counted for the progress of loads. Each change
-# has the list of all models sent to other processes.
-PROGRESS_S = 1.0
-
 # RECHECK_S: seconds until it is looked again whether a model may expire that must stay.
 RECHECK_S = 10.0
 
 
-class Residency:
+class Residency(KnownModels):
     """Loads and evicts, one model at a time. Lives on the event loop.
 
     A request that finds its model evicted begins the load, for which all wait that come meanwhile.
     See ``RoomMaker`` for what is evicted, and ``LoadTurns`` for the order of loads.
 
     Attributes:
-        by_name: the models that requests may name.
         ledger: the memory that is promised to them.
-        number: another one after every change that their statuses show; after progress about once
-            a second.
-        on_moved: called after each such change, on any thread.
     """
 
     def __init__(
@@ -62,11 +54,10 @@ class Residency:
             read_limit: asks the engines for the ledger's limit.
             is_needed: see ``RoomMaker``.
         """
+        super().__init__(config.ttl_s)
         self._loader = loader
-        self._config = config
         self._turns = LoadTurns()
         self._clock = count(1)
-        self._numbers = count(1)
         self._tasks: set[asyncio.Future[None]] = set()
         # Set once a model that is being unloaded is gone, by its first name.
         self._leaving: dict[str, asyncio.Event] = {}
@@ -74,10 +65,6 @@ class Residency:
         self._unloaded: set[str] = set()
         self._read_limit = read_limit
         self._is_settled = False
-        self._progress_s = -math.inf
-        self.by_name: dict[str, ModelEntry] = {}
-        self.number = 0
-        self.on_moved: Callable[[], None] = lambda: None
         self.ledger = ledger
         self._room = RoomMaker(
             ledger,
@@ -88,10 +75,6 @@ class Residency:
             is_needed=is_needed,
             config=config,
         )
-
-    def entries(self) -> list[ModelEntry]:
-        """Return all models that requests may name, in the order they were given."""
-        return list({id(entry): entry for entry in self.by_name.values()}.values())
 
     def replace(self, loaded: Sequence[StartedModel]) -> None:
         """Note that the engine thread has loaded these models, and nothing else."""
@@ -132,37 +115,9 @@ class Residency:
         async with self._turns.turn():
             await self.settle()
 
-    def _note_shown(self, field: str) -> None:
-        """Count a change of a field of a model that statuses show."""
-        if field == "progress":
-            now_s = time.monotonic()
-            if now_s - self._progress_s < PROGRESS_S:
-                return
-            self._progress_s = now_s
-        # Threads that read files change the progress.
-        self.number = next(self._numbers)
-        self.on_moved()
-
     def _arm_all(self) -> None:
         for entry in self.entries():
             entry.arm(self._expire)
-
-    def add(self, entry: ModelEntry) -> None:
-        """Let requests name a model, whose names are free."""
-        if entry.ttl_s is None:
-            entry.ttl_s = self._config.ttl_s
-        self.by_name |= dict.fromkeys(entry.names, entry)
-        entry.on_shown = self._note_shown
-        self._note_shown("names")
-
-    def remove(self, entry: ModelEntry) -> None:
-        """Let no request name a model any more; those that run go on."""
-        entry.is_gone = True
-        entry.on_shown = None
-        self._note_shown("names")
-        for name in entry.names:
-            if self.by_name.get(name) is entry:
-                del self.by_name[name]
 
     async def begin(self, entry: ModelEntry, client: str = "") -> None:
         """Have a model in memory for a request of a client, until ``end``.
