@@ -48,7 +48,7 @@ def default_for(name: str, _: LoadingConfig) -> str | None:
 
 
 @contextmanager
-def serving() -> Iterator[str]:
+def fake_server() -> Iterator[str]:
     models = (ModelConfig(), *(ModelConfig(path=path) for path in MODELS))
     engine = AsyncEngine(EngineConfig(models=models))
     engine.start()
@@ -63,7 +63,7 @@ def serving() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with serving() as url:
+    with fake_server() as url:
         yield url
 
 
