@@ -70,6 +70,9 @@ class TwoEncoders(EngineDoor):
     def send(self, action: EngineCommand[Any]) -> None:
         raise AssertionError
 
+    def ask(self, question: Any, key: Any = None) -> Any:
+        raise AssertionError
+
     async def cancel_all(self) -> int:
         raise AssertionError
 
