@@ -21,6 +21,7 @@ from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import SampledToken, TokenLogprob
 from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.generation.row_selection import NO_HEAD
 from mlx_parallm.worker.generation.value_heads import ValueHeads
 from mlx_parallm.worker.weights.loader import load_model
 from tests.compiled_attention import AheadAttention, CompiledAttention
@@ -140,7 +141,7 @@ def test_other_states_than_the_last_norms_are_refused(monkeypatch: pytest.Monkey
     note = selector.note
     monkeypatch.setattr(selector, "note", lambda hidden: note([2 * each for each in hidden]))
     assert why_none("llama") == "its LM head does not read the output of its last norm"
-    monkeypatch.setattr(selector, "active", False)
+    monkeypatch.setattr(selector, "head", NO_HEAD)
     assert why_none("llama") == "its LM head could not be found"
 
 
