@@ -16,6 +16,8 @@ _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?\w[\w.-]*", re.ASCII)
 MAX_NAME = 256
 #: ``GGUF``: how names of GGUF files end, the only files that are models.
 GGUF = ".gguf"
+#: ``GGUF_PART``: the names of the files of a split one, which its first file stands for.
+GGUF_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.ASCII)
 #: ``GGUF_MAGIC``: their first bytes.
 GGUF_MAGIC = b"GGUF"
 # DOTS: parts of a path that clients and proxies resolve: /v1/adapters/.. would be another route.

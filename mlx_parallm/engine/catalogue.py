@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from mlx_parallm.config import LoadingConfig
-from mlx_parallm.confinement import DOTS, MAX_NAME
+from mlx_parallm.confinement import DOTS, GGUF, GGUF_PART, MAX_NAME
 
 # MAX_MODELS: models that are listed; a folder with more is not one of models.
 MAX_MODELS = 10_000
 # WEIGHTS: endings of the files that have weights. A folder without one is half downloaded.
 WEIGHTS = (".safetensors", ".npz", ".bin", ".zip")
-GGUF = ".gguf"
-# SPLIT: the first of the files of a split GGUF model stands for all.
-SPLIT = "-of-"
 # HUB_PREFIX: begins the names of the folders of models in the hub's cache.
 HUB_PREFIX = "models--"
 
@@ -47,10 +44,8 @@ class Catalogue:
 
     def __init__(self, config: LoadingConfig) -> None:
         """Prepare; ``config`` names the roots."""
-        # ``Path.resolve`` raises for a link to itself.
-        roots = [os.path.realpath(Path(root).expanduser()) for root in config.directories]
-        self._roots = [Path(root) for root in roots]
-        self._hub_cache = Path(HF_HUB_CACHE) if config.scans_hub_cache else None
+        self._roots = [_real(Path(root).expanduser()) for root in config.directories]
+        self._hub_cache = _real(Path(HF_HUB_CACHE)) if config.scans_hub_cache else None
 
     def __bool__(self) -> bool:
         """Return True if there is a folder to look at."""
@@ -75,11 +70,16 @@ class Catalogue:
             yield from _hub_models(self._hub_cache)
 
 
+def _real(folder: Path) -> Path:
+    """Return where links lead; ``Path.resolve`` raises for a link to itself."""
+    return Path(os.path.realpath(folder))
+
+
 def _models_in(folder: Path, root: Path) -> Iterator[FoundModel]:
     """Yield the models directly in a folder: GGUF files, and folders."""
     for entry in _entries(folder):
         path = Path(entry.path)
-        is_model = entry.name.endswith(GGUF) and _is_first(entry.name) and _is_file(entry)
+        is_model = entry.name.endswith(GGUF) and _is_first(entry.name) and _holds(entry.is_file)
         if is_model and path.resolve().is_relative_to(root):
             yield FoundModel(path.relative_to(root).as_posix(), path, _split_bytes(path))
     for path in _folders(folder, root):
@@ -122,21 +122,14 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 def _folders(folder: Path, root: Path) -> list[Path]:
     """Return the folders in a folder that are below the root, wherever links lead."""
-    folders = [Path(entry.path) for entry in _entries(folder) if _is_folder(entry)]
+    folders = [Path(entry.path) for entry in _entries(folder) if _holds(entry.is_dir)]
     return [each for each in folders if each.resolve().is_relative_to(root)]
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
+def _holds(is_kind: Callable[[], bool]) -> bool:
+    """Return what a look at an entry says; False for a loop of links."""
     try:
-        return entry.is_dir()
-    except OSError:
-        # A loop of links.
-        return False
-
-
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_file()
+        return is_kind()
     except OSError:
         return False
 
@@ -151,20 +144,21 @@ def _weight_bytes(folder: Path) -> int | None:
 
 
 def _is_first(name: str) -> bool:
-    """True unless a GGUF file is a later part of a split one (``name-00002-of-00003.gguf``)."""
-    stem = name.removesuffix(GGUF)
-    return SPLIT not in stem or stem.rpartition(SPLIT)[0].endswith("-00001")
+    """True unless a GGUF file is a later part of a split one; the first stands for all."""
+    part = GGUF_PART.fullmatch(name)
+    return part is None or int(part["number"]) == 1
 
 
 def _split_bytes(path: Path) -> int:
     """Return the size of a GGUF file with its other parts."""
-    stem, separator, _ = path.name.removesuffix(GGUF).rpartition("-00001" + SPLIT)
-    parts: Iterable[os.DirEntry[str]] = (
-        entry
-        for entry in _entries(path.parent)
-        if entry.name == path.name or (separator and entry.name.startswith(f"{stem}-0"))
-    )
-    return sum(_size(entry) for entry in parts)
+    model = _parts_of(path.name)
+    return sum(_size(entry) for entry in _entries(path.parent) if _parts_of(entry.name) == model)
+
+
+def _parts_of(name: str) -> tuple[str, ...]:
+    """Return what the names of all parts of a GGUF file have in common."""
+    part = GGUF_PART.fullmatch(name)
+    return (name,) if part is None else (part["stem"], part["count"])
 
 
 def _size(entry: os.DirEntry[str]) -> int:

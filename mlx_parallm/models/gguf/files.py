@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_parallm.confinement import GGUF
+from mlx_parallm.confinement import GGUF, GGUF_PART
 from mlx_parallm.models.gguf.families import ROPE_FREQS, Tensors, named_tensors
 from mlx_parallm.models.gguf.fields import Fields
 from mlx_parallm.models.gguf.header import GgufHeader, TensorInfo, read_header
@@ -16,7 +15,6 @@ from mlx_parallm.models.gguf.tensor_types import FLOATS, PACKED
 from mlx_parallm.models.gguf.tokenizer import TokenizerFiles, tokenizer_files
 from mlx_parallm.types.errors import ModelLoadError
 
-SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.ASCII)
 #: ``SERVED``: types of tensors that are read as they are.
 SERVED = (*FLOATS, *PACKED)
 # MAX_FACTORS: of the tensor of ``ROPE_FREQS``: pairs of dimensions of a head.
@@ -46,7 +44,7 @@ def part_paths(path: Path) -> list[Path]:
     Raises:
         ModelLoadError: it is not the first, or others are missing.
     """
-    match = SPLIT.fullmatch(path.name)
+    match = GGUF_PART.fullmatch(path.name)
     if match is None:
         return [path]
     count = int(match["count"])

@@ -99,6 +99,16 @@ def test_the_hub_cache_is_listed_by_ids(tmp_path: Path, monkeypatch: pytest.Monk
     assert models["org/a--b"].path == first / "snapshots" / "new"
 
 
+def test_a_hub_cache_that_is_a_link_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "real" / "models--org--a" / "snapshots" / "only", weights=3)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.setattr("mlx_parallm.engine.catalogue.HF_HUB_CACHE", str(tmp_path / "link"))
+    models = Catalogue(LoadingConfig(scans_hub_cache=True)).scan()
+    assert {model.name: model.size_bytes for model in models.values()} == {"org/a": 3}
+
+
 def test_nothing_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(20):
         write_model(tmp_path / str(number))
