@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -40,21 +41,32 @@ async def with_loads(request: Any, handle: Callable[[Any], Awaitable[R]]) -> R |
     Raises:
         ParallmError: what ``handle`` raises, or the model cannot be loaded.
     """
+    try:
+        return await handle(request)
+    except ModelLoadingError as problem:
+        first = problem
+    if _reads_events(request):
+        return _Waiting(request, first, handle)
     began_s = time.monotonic()
-    for number in range(MAX_LOADS + 1):
+    response = await _after_loads(first, partial(_load, request), partial(handle, request))
+    if response is not None:
+        response.headers[LOAD_MS] = str(round((time.monotonic() - began_s) * 1e3))
+    return response
+
+
+async def _after_loads(
+    problem: ModelLoadingError,
+    load: Callable[[ModelLoadingError], Awaitable[None]],
+    handle: Callable[[], Awaitable[R]],
+) -> R:
+    """Return what ``handle`` returns once ``load`` has loaded its model; raise as they do."""
+    for _ in range(MAX_LOADS):
+        await load(problem)
         try:
-            response = await handle(request)
-        except ModelLoadingError as problem:
-            if number == MAX_LOADS:
-                raise
-            if _reads_events(request):
-                return _Waiting(request, problem, handle)
-            await _load(request, problem)
-            continue
-        if number and response is not None:
-            response.headers[LOAD_MS] = str(round((time.monotonic() - began_s) * 1e3))
-        return response
-    raise AssertionError("every round returns or raises")
+            return await handle()
+        except ModelLoadingError as again:
+            problem = again
+    raise problem
 
 
 async def _load(request: Any, problem: ModelLoadingError) -> None:
@@ -107,41 +119,39 @@ class _Waiting(Response):
 
     async def _answer(self, send: Send) -> Response:
         """Wait for the load; return the answer, which may be a refusal."""
+        load = partial(self._load, send)
         try:
-            for _ in range(MAX_LOADS):
-                async for comment in self._comments():
-                    await send({"type": "http.response.body", "body": comment, "more_body": True})
-                try:
-                    response = await self._handle(self._request)
-                except ModelLoadingError as problem:
-                    self._problem = problem
-                    continue
-                assert response is not None, "a stream is answered by its route"
-                return response
+            response = await _after_loads(self._problem, load, partial(self._handle, self._request))
         except ParallmError as error:
             return response_of(error, self._request.scope)
-        return response_of(self._problem, self._request.scope)
+        assert response is not None, "a stream is answered by its route"
+        return response
 
-    async def _comments(self) -> AsyncIterator[bytes]:
+    async def _load(self, send: Send, problem: ModelLoadingError) -> None:
+        """Send a comment each second until the model is loaded, and one that it is."""
         began_s = time.monotonic()
-        load = asyncio.ensure_future(_load(self._request, self._problem))
+        load = asyncio.ensure_future(_load(self._request, problem))
         try:
             while not (await asyncio.wait([load], timeout=COMMENT_S))[0]:
-                yield self._comment(f"is being loaded: {self._progress():.0%}")
+                share = self._share_of(problem)
+                await self._comment(send, problem.name, f"is being loaded: {share:.0%}")
             load.result()
-            yield self._comment(f"was loaded in {(time.monotonic() - began_s) * 1e3:.0f} ms")
+            elapsed_ms = (time.monotonic() - began_s) * 1e3
+            await self._comment(send, problem.name, f"was loaded in {elapsed_ms:.0f} ms")
         finally:
             load.cancel()
             await asyncio.gather(load, return_exceptions=True)
 
-    def _comment(self, text: str) -> bytes:
+    @staticmethod
+    async def _comment(send: Send, model: str, text: str) -> None:
         # A name must not end the comment.
-        name = "".join(self._problem.name.split())
-        return f": {name} {text}\n\n".encode()
+        comment = f": {''.join(model.split())} {text}\n\n".encode()
+        await send({"type": "http.response.body", "body": comment, "more_body": True})
 
-    def _progress(self) -> float:
+    def _share_of(self, problem: ModelLoadingError) -> float:
+        """Return the share of a load that is done."""
         engine: RequestClient = self._request.app.state.engine
-        status = engine.find(self._problem.name)
+        status = engine.find(problem.name)
         return 0.0 if status is None else status.progress
 
 
