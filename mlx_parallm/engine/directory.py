@@ -220,7 +220,7 @@ class ModelDirectory:
 
     async def _begin(self, entry: ModelEntry, client: str) -> None:
         if self._control.sleep_level and not entry.is_loaded:
-            # The others have left their memory to somebody else.
+            # A load would take the memory that the sleep has freed.
             raise PausedError
         try:
             await self._residency.begin(entry, client)

@@ -43,7 +43,7 @@ class Promise(Protocol):
     """Promises memory to the model that is being loaded, and evicts others for it."""
 
     async def __call__(self, what: str, wish: MemoryWish, traits: KindTraits, /) -> int:
-        """Return the bytes for a part of it, ``ledger.WEIGHTS`` or another; see ``make_room``."""
+        """Return the bytes for a part of it, ``ledger.WEIGHTS`` or another; see ``RoomMaker``."""
         ...
 
 

@@ -91,15 +91,20 @@ def kv_wish(plan: KVPlan, weight_bytes: int, cache: CacheConfig, *, may_cut: boo
     """
     context = plan.context_blocks * plan.block_bytes
     least = least_bytes(context, plan.block_bytes, plan.state_bytes)
-    wanted = plan.wanted_bytes if cache.kv_cache_bytes is None else cache.kv_cache_bytes
-    bound = most_bytes(backend_name(), weight_bytes, host_free_bytes(), cache.num_engines)
-    if backend_name() == "cpu":
-        # The CPU fills a pool, while streams of other models wait for it.
-        bound = max(LATER_BYTES, weight_bytes)
-    if bound is not None and cache.kv_cache_bytes is None:
-        wanted = min(wanted, bound)
+    wanted = cache.kv_cache_bytes
+    if wanted is None:
+        bound = _later_bound(weight_bytes, cache.num_engines)
+        wanted = plan.wanted_bytes if bound is None else min(plan.wanted_bytes, bound)
     smallest = plan.block_bytes + plan.state_bytes if may_cut else least
     return MemoryWish(smallest=smallest, least=least, wanted=max(wanted, least))
+
+
+def _later_bound(weight_bytes: int, num_engines: int) -> int | None:
+    """Return the most bytes of KV that suit a model which is loaded later; None without a bound."""
+    if backend_name() == "cpu":
+        # The CPU fills a pool, while streams of other models wait for it.
+        return max(LATER_BYTES, weight_bytes)
+    return most_bytes(backend_name(), weight_bytes, host_free_bytes(), num_engines)
 
 
 def _no_room(num_engines: int) -> str:
