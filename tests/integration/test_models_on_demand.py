@@ -33,6 +33,7 @@ from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.types.errors import OutOfMemoryError
 from mlx_parallm.types.events import PromptEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.worker.generation.paged_cache import KVPools
 from mlx_parallm.worker.ops import Allocate, Load
 from mlx_parallm.worker.worker import Worker
 from tests.engine_action import Do
@@ -130,6 +131,32 @@ async def test_idle_models_give_back_kv_first_and_get_it_again() -> None:
     await core.unload_model("c")
     assert promised(core)["a", KV] == full
     assert (await answer(core, "a")).tokens == expected
+    core.stop()
+
+
+async def test_kv_that_cannot_grow_is_as_large_as_before_and_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = started("a", limit=220 * MIB)
+    expected = (await answer(core, "a")).tokens
+    await core.load_model(load("b"))
+    await core.load_model(load("c"))
+    assert (await answer(core, "a")).tokens == expected
+    small = promised(core)["a", KV]
+    restore, failures = KVPools.restore, [OutOfMemoryError("There is no room to grow.")]
+
+    def lacking(pools: KVPools, num_blocks: int | None = None) -> None:
+        if failures:
+            raise failures.pop()
+        restore(pools, num_blocks)
+
+    monkeypatch.setattr(KVPools, "restore", lacking)
+    await core.unload_model("b")
+    assert not failures
+    assert promised(core)["a", KV] == small
+    # Nothing is found in a pool that was emptied.
+    again = await answer(core, "a")
+    assert (again.tokens, again.num_cached) == (expected, 0)
     core.stop()
 
 
