@@ -34,7 +34,14 @@ from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.peers import child_process
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.tokenizer.loading import load_tokenizer
-from mlx_parallm.types.step import Phase, RunnerInfo, SampledToken, ScheduledBatch, StepOutput
+from mlx_parallm.types.step import (
+    Phase,
+    Runner,
+    RunnerInfo,
+    SampledToken,
+    ScheduledBatch,
+    StepOutput,
+)
 
 PROMPT_TOKENS, BLOCK_SIZE, ROUNDS = 512, 16, 5
 # BLOCK_BYTES: of KV, which nothing reads here.
@@ -45,8 +52,8 @@ STEP, MOST = "{} rows: a step, us", 1.02
 PHASES = (Phase.SCHEDULE, Phase.UPDATE, Phase.DETOKENIZE, Phase.PUBLISH)
 
 
-class NoModel:
-    """Implements ``Runner``: every sample goes on with the same few tokens."""
+class NoModel(Runner):
+    """Every sample goes on with the same few tokens."""
 
     def __init__(self, num_blocks: int) -> None:
         self.info = RunnerInfo(

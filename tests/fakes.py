@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.types.step import (
+    Runner,
     RunnerInfo,
     SampledToken,
     ScheduledBatch,
@@ -101,7 +102,7 @@ class ByteDetokenizer:
         return text
 
 
-class FakeRunner:
+class FakeRunner(Runner):
     """Chooses tokens by a function of (sequence, position); can be made to fail."""
 
     def __init__(

@@ -25,7 +25,7 @@ from mlx_parallm.types.events import (
 )
 from mlx_parallm.types.pooling import OwnHead
 from mlx_parallm.types.request import DEFAULT_VERSION, GenerateRequest, WeightsVersion
-from mlx_parallm.types.step import RunnerInfo, ScheduledBatch, StepOutput
+from mlx_parallm.types.step import Runner, RunnerInfo, ScheduledBatch, StepOutput
 from tests.block_simulator import (
     END_ID,
     Choice,
@@ -163,7 +163,7 @@ class Tracked:
         return all(sample.finish is not None for sample in self.samples.values())
 
 
-class VersionHarness:
+class VersionHarness(Runner):
     """An engine over a simulated runner, and the requests and adapters given to it.
 
     Attributes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -114,7 +115,8 @@ def test_clients_are_told_of_a_lost_rank_and_it_starts_again(model: Path) -> Non
         assert done == "[DONE]"
     assert [rank.wait() for rank in server.ranks] == [1, -signal.SIGKILL]
     assert are_gone(processes)
-    assert "this rank ends: rank 1 is gone" in server.log
+    # Either the lost stream is noticed first, or the collective that waits for the rank fails.
+    assert re.search(r"this rank ends: (rank 1 is gone|a step failed .* peer was lost)", server.log)
     assert f"The engine's process ended with {LOST}." in server.log
     server.stop()
 

@@ -20,7 +20,7 @@ from mlx_lm.utils import dequantize_model, load_model
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.config import AdapterConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
-from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.engine.control import PauseMode, Watcher
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
@@ -304,8 +304,8 @@ async def test_weights_come_back_as_the_folder_has_them(
     assert is_same(await generate(engine, NAME, "new"), old)
 
 
-class Noted:
-    """Notes its notifications. Implements ``Watcher``."""
+class Noted(Watcher):
+    """Notes its notifications."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

@@ -348,14 +348,15 @@ def assert_images_were_computed(ops: list[Any], records: list[Any]) -> None:
 
 def fail_next_step(run: BusyRun) -> None:
     """Let a step name an adapter that was never loaded; its requests end with an error."""
-    submit = run.generator._runner.submit
+    runner = run.generator._runner
+    submit = runner.submit
 
     def broken(batch: Any) -> Any:
         return submit(replace(batch, adapters={1: "nothing"}))
 
-    run.generator._runner.submit = broken
-    run.step(1)
-    run.generator._runner.submit = submit
+    # Without what it keeps to send again, only the worker can notice.
+    with patch.object(runner, "submit", broken), patch.object(runner, "_adapters", None):
+        run.step(1)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
