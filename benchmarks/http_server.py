@@ -23,7 +23,7 @@ from benchmarks.host_cost import NoModel, NoStep
 from mlx_parallm.api.http.listener import bind
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.serve import EngineServer
-from mlx_parallm.config import EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from mlx_parallm.config import EngineConfig, ModelConfig, SchedulerConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS
 from mlx_parallm.engine.kind import BuiltModel, TellProgress
 from mlx_parallm.engine.local_life import LocalLife
@@ -37,6 +37,7 @@ from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.pooling.engine import PoolingEngine
 from mlx_parallm.pooling.metrics import PoolingMetrics
 from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer

@@ -32,10 +32,11 @@ from benchmarks.rank_updates import tensors_of
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.cli.ranks import with_ranks
-from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import AdapterUpload
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.build import build_engines, follow_ranks, install_loaders, worker_for
 from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.types.events import ErrorEvent, TokenEvent

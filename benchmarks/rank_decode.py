@@ -34,9 +34,10 @@ from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.bench.step_times import format_steps, summarise_steps
 from mlx_parallm.bench.step_trace import TraceRecorder
 from mlx_parallm.cli.ranks import with_ranks
-from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import AdapterUpload
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.build import build_engines, follow_ranks, worker_for
 from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.types.events import TokenEvent

@@ -20,7 +20,7 @@ from mlx_parallm.api.http.openapi import (
     operations,
 )
 from mlx_parallm.api.http.routing import declared_routes
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.units import readable_bytes
 from scripts.compact_json import compact_json
 from scripts.markdown_links import anchor

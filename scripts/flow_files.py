@@ -31,9 +31,10 @@ from mlx_parallm.api.app import create_app
 from mlx_parallm.api.http.connection import BoundedProtocol
 from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.cli.api_servers.connections import UvicornServer, uvicorn_config
-from mlx_parallm.config import EngineConfig, ModelConfig, ServerConfig
+from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation.engine import GenerationEngine
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.build import build_engines
 from mlx_parallm.serving.kinds import ignore_progress

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from mlx_parallm.cli.former_settings import FORMER_SETTINGS, FormerSetting
-from mlx_parallm.cli.settings import GROUPS, SETTINGS, Setting
+from mlx_parallm.cli.setting import GROUPS, Setting
+from mlx_parallm.cli.settings import SETTINGS
 
 #: Sentences of a description in a cell of a table; the others follow below the table.
 CELL_SENTENCES = 2

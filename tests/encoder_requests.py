@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx2
 
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from tests.api_app import make_app
 from tests.fake_encoders import FakeEncoders
 from tests.fake_engine import FakeEngine

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import uvicorn
 
 from mlx_parallm.api.http.connection import BoundedProtocol
-from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.kind import ModelLoad
 from mlx_parallm.engine.ledger import Claim
 from mlx_parallm.engine.models import ModelMemory, QueueLoad, ServedModel
@@ -25,6 +25,7 @@ from mlx_parallm.engine.status import EngineLoad, EngineReport, ModelState, Mode
 from mlx_parallm.generation.model import GenerationModel, RequestHandle
 from mlx_parallm.parsing.families.json_calls import HERMES
 from mlx_parallm.parsing.turn import THINK
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.training.requests import TrainingRequest
 from mlx_parallm.types.errors import (
     EngineDeadError,

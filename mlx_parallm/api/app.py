@@ -43,7 +43,7 @@ from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.store import ResponseStore
 from mlx_parallm.api.turns.images import Images
 from mlx_parallm.batch_jobs.service import BatchService
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient, RequestClient
 from mlx_parallm.training.jobs.service import JobService
 from mlx_parallm.training.service import TrainingService

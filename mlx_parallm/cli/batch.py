@@ -24,8 +24,9 @@ from mlx_parallm.cli.configure import (
 )
 from mlx_parallm.cli.engines import open_engine, progress_shown, with_engine_count
 from mlx_parallm.cli.logs import configure_logging
-from mlx_parallm.cli.settings import BATCHING, MEMORY, MODELS, PROCESS, REQUESTS
-from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.cli.setting import BATCHING, MEMORY, MODELS, PROCESS, REQUESTS
+from mlx_parallm.config import EngineConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import ConfigError
 
 

@@ -22,24 +22,12 @@ from mlx_parallm.cli.former_settings import (
     overridden_by,
     warning_of,
 )
+from mlx_parallm.cli.setting import DEFAULTS, ENVIRONMENT_PREFIX, GROUPS, Setting, variable_of
 from mlx_parallm.cli.setting_values import PerModel, check_owner, owner_names, per_model
-from mlx_parallm.cli.settings import (
-    DEFAULTS,
-    ENVIRONMENT_PREFIX,
-    GROUPS,
-    SETTINGS,
-    Setting,
-    variable_of,
-)
-from mlx_parallm.config import (
-    KEY_SCOPE,
-    NO_KV_DISK,
-    EngineConfig,
-    ModelConfig,
-    ModelTask,
-    ServerConfig,
-)
+from mlx_parallm.cli.settings import SETTINGS
+from mlx_parallm.config import NO_KV_DISK, EngineConfig, ModelConfig, ModelTask
 from mlx_parallm.media_limits import MediaLimits
+from mlx_parallm.server_config import KEY_SCOPE, ServerConfig
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.json_values import is_mapping
 

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.config import EngineConfig
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.machine import num_processors, visible_devices
 from mlx_parallm.peers.launch import ENGINE, module_command
 from mlx_parallm.peers.life import RemoteLife
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.parallel_engines import parallel_life
 from mlx_parallm.types.errors import ParallmError

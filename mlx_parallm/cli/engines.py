@@ -13,9 +13,10 @@ from dataclasses import replace
 from typing import TextIO
 
 from mlx_parallm.cli.logs import is_json, take_over_handlers
-from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.config import EngineConfig
 from mlx_parallm.peers.launch import ENGINE, module_command
 from mlx_parallm.peers.life import RemoteLife
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.parallel_engines import engine_count, parallel_life
 from mlx_parallm.types.errors import ConfigError

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from mlx_parallm.cli import setting_values as values
+from mlx_parallm.cli.setting import BATCHING, MEMORY, REQUESTS, STORAGE, Setting
 from mlx_parallm.cli.setting_values import Parse
-from mlx_parallm.cli.settings import BATCHING, MEMORY, REQUESTS, SETTINGS, STORAGE, Setting
+from mlx_parallm.cli.settings import SETTINGS
 from mlx_parallm.types.errors import ConfigError
 
 #: ``RENAMED``: former names of settings, and their names now.

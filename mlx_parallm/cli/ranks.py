@@ -8,7 +8,8 @@ import stat
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mlx_parallm.config import AUTO, EngineConfig, ServerConfig
+from mlx_parallm.config import AUTO, EngineConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.launched import launched_in
 from mlx_parallm.types.errors import ConfigError
 

@@ -34,11 +34,12 @@ from mlx_parallm.cli.engines import open_engine, with_engine_count
 from mlx_parallm.cli.logs import show, take_over_handlers
 from mlx_parallm.cli.ranks import wait_for_launcher
 from mlx_parallm.cli.watchdog import LONG_STEP_S, end_at_once, watching
-from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.life import END_TIMEOUT_S
 from mlx_parallm.peers.launch import HTTP, ignore_signals, module_command
 from mlx_parallm.peers.messages import StartHttp
 from mlx_parallm.process_setup.device_process import prepare_device_process
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)

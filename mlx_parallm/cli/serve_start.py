@@ -22,10 +22,11 @@ from mlx_parallm.cli.configure import (
 )
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.ranks import LAUNCHER, is_open_pipe, with_ranks
-from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.config import EngineConfig
 from mlx_parallm.confinement import check_folder
 from mlx_parallm.generation.kv_cache.disk.folder import check_kv_folder
 from mlx_parallm.models.gguf.files import check_model
+from mlx_parallm.server_config import ServerConfig
 
 SERVER = "mlx_parallm.cli.serve"
 

@@ -14,10 +14,11 @@ from typing import Any, Literal, TypeVar, cast
 
 from typing_extensions import override
 
-from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.config import EngineConfig
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.machine import visible_devices
 from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.serving.parallel_engines import parallel_life

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_parallm.config import EngineConfig, ModelConfig, ServerConfig
+from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.models import EngineState, PackedModel
 from mlx_parallm.engine.policies import AdapterInfo, NamedAdapter
 from mlx_parallm.engine.status import ModelStatus
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import TokenEvent
 from mlx_parallm.types.request import WeightsVersion

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from mlx_parallm.config import AUTO, EngineConfig, ServerConfig
+from mlx_parallm.config import AUTO, EngineConfig
 from mlx_parallm.engine.kind import TellProgress
 from mlx_parallm.engine.parallel.asking import SharedAsk
 from mlx_parallm.engine.parallel.life import ParallelLife
@@ -15,6 +15,7 @@ from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.machine import VISIBLE, num_processors, visible_devices
 from mlx_parallm.peers.launch import ENGINE, module_command
 from mlx_parallm.peers.life import RemoteLife
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.launched import has_rank
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.device.memory_limits import host_free_bytes

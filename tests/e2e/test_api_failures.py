@@ -10,8 +10,8 @@ import httpx2
 import openai
 import pytest
 
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.kind import GENERATION
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types import errors
 from mlx_parallm.types.events import ErrorEvent
 from tests.fake_engine import FakeEngine, fail, hang, leave, serve_fake, write

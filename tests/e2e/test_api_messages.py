@@ -11,7 +11,7 @@ import anthropic
 import httpx2
 import pytest
 
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types import errors
 from mlx_parallm.types.events import FinishReason, GenerateEvent
 from mlx_parallm.types.request import GenerateRequest

@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types import errors
 from tests.fake_engine import FakeEngine, fail, hang, serve_fake, write
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.events import FinishReason, GenerateEvent, TokenEvent
 from mlx_parallm.types.request import PROCESSED_LOGPROBS, GenerateRequest
 from mlx_parallm.types.step import TokenLogprob

@@ -16,7 +16,8 @@ import openai
 import pytest
 from openai.types import Batch
 
-from mlx_parallm.config import EngineConfig, SchedulerConfig, ServerConfig
+from mlx_parallm.config import EngineConfig, SchedulerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import OverloadedError
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.request import GenerateRequest

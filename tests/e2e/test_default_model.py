@@ -12,8 +12,8 @@ import httpx2
 import openai
 import pytest
 
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.status import ModelStatus
+from mlx_parallm.server_config import ServerConfig
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine, serve_fake
 

@@ -13,8 +13,9 @@ import pytest
 
 from mlx_parallm.api.app import SLICES, STORING_SLICES, examples_of
 from mlx_parallm.api.http.openapi import Example
-from mlx_parallm.config import EngineConfig, LoadingConfig, ModelConfig, ServerConfig
+from mlx_parallm.config import EngineConfig, LoadingConfig, ModelConfig
 from mlx_parallm.engine import directory
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.async_engine import AsyncEngine
 from scripts.example_requests import ExampleSender
 from tests.fake_engine import FakeEngine, serve_fake

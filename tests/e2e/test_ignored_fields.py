@@ -15,7 +15,7 @@ from mlx_parallm.api.http.json_body import JsonRoute, ignored_names
 from mlx_parallm.api.http.routing import DeclaredRoute
 from mlx_parallm.api.responses.schema import ResponsesRequest
 from mlx_parallm.api.sglang.schema import GenerateBody
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine, serve_fake
 

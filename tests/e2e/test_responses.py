@@ -12,8 +12,8 @@ import openai
 import pytest
 from openai.types import responses
 
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.event_stream import EventStream
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import OverloadedError, StepError
 from mlx_parallm.types.events import GenerateEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest

@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import StepError
 from mlx_parallm.types.events import ErrorEvent, GenerateEvent
 from mlx_parallm.types.request import GenerateRequest

@@ -16,8 +16,9 @@ from mlx_parallm.api.http.declared import Access
 from mlx_parallm.api.http.openapi import Example
 from mlx_parallm.api.http.routing import RouteIndex
 from mlx_parallm.api.turns import generation
-from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, ServerConfig
+from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig
 from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.async_engine import AsyncEngine
 from scripts.example_requests import MODELS
 

@@ -11,8 +11,9 @@ import httpx2
 import pytest
 
 from mlx_parallm.api.app import create_app
-from mlx_parallm.config import EngineConfig, ModelConfig, ServerConfig
+from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.kind import ModelLoad
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.async_engine import AsyncEngine
 from tests.engine_action import Do
 

@@ -22,7 +22,6 @@ from mlx_parallm.config import (
     MemoryBound,
     MemoryConfig,
     ModelConfig,
-    ServerConfig,
 )
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS, PREFIX
 from mlx_parallm.engine.build import build_models
@@ -41,6 +40,7 @@ from mlx_parallm.nets.client import NetClient
 from mlx_parallm.nets.model import NET_TRAITS
 from mlx_parallm.pooling.client import PoolingClient
 from mlx_parallm.pooling.model import POOLING_TRAITS
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.build import BUILDERS, _generator_folders, planned_models
 from mlx_parallm.types.errors import (
     InvalidRequestError,

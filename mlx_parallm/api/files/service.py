@@ -15,7 +15,8 @@ from mlx_parallm.api.http.auth import INTERNAL_CALLER, Caller
 from mlx_parallm.batch_jobs.answers import LineResponse
 from mlx_parallm.batch_jobs.files import FileLimits
 from mlx_parallm.batch_jobs.service import BatchLimits, BatchService
-from mlx_parallm.config import SchedulerConfig, ServerConfig
+from mlx_parallm.config import SchedulerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import ShuttingDownError
 from mlx_parallm.types.json_values import is_object
 

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection, Request
 
 from mlx_parallm.api.http.headers import headers_of
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import AuthenticationError, InvalidRequestError, PermissionDeniedError
 
 #: The header that chooses an engine, as in vLLM.

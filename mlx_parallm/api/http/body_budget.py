@@ -15,9 +15,9 @@ from mlx_parallm.api.http.declared import BodyLimit, Kept, facts_of
 from mlx_parallm.api.http.headers import headers_of
 from mlx_parallm.api.http.middleware import HttpMiddleware
 from mlx_parallm.api.http.offload import TextThreads
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.fairness import UNBOUNDED, ClientPace, EntryTurns, Holding, SharedBudget
 from mlx_parallm.machine import trim_heap
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.errors import OverloadedError, RequestTimeoutError, RequestTooLargeError
 

@@ -9,7 +9,7 @@ from enum import Enum
 from starlette.types import Scope
 
 from mlx_parallm.api.http.dialect import OPENAI, Dialect
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 
 # FACTS: entry of the ASGI scope with the ``RouteFacts``.
 FACTS = "mlx_parallm.route"

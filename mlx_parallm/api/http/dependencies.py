@@ -8,7 +8,7 @@ from fastapi import Depends, Request
 
 from mlx_parallm.api.http.auth import caller_of
 from mlx_parallm.api.http.scopes import engine_for
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient, RequestClient
 
 

@@ -28,7 +28,7 @@ from mlx_parallm.api.http.errors import response_of
 from mlx_parallm.api.http.headers import headers_of
 from mlx_parallm.api.http.request_record import RequestRecord, new_record
 from mlx_parallm.api.http.routing import ROUTE, DeclaredRoute, RouteIndex
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import (
     MisdirectedRequestError,
     ParallmError,

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from mlx_parallm.api.http.declared import Access
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 
 # FILE_NAME: in the folder of a slice, its examples by "METHOD path".
 FILE_NAME = "examples.json"

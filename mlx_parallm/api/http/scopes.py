@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from mlx_parallm.api.http.auth import Caller
 from mlx_parallm.api.http.request_record import current_record
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.work import EVERYBODY, CacheScope, Request
 

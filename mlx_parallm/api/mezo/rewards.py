@@ -18,10 +18,10 @@ from mlx_parallm.api.mezo.rows import Row
 from mlx_parallm.api.mezo.schema import CreateSession, Reward
 from mlx_parallm.api.rl.judges import check_url
 from mlx_parallm.api.rl.routes import routes as rollouts
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.kind import POOLING
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.training.records import Example, SessionConfig
 from mlx_parallm.types.errors import (

@@ -15,13 +15,13 @@ from mlx_parallm.api.http.offload import in_thread, on_body
 from mlx_parallm.api.http.scopes import engine_for
 from mlx_parallm.api.turns.generation import Fields, Generation, named_by
 from mlx_parallm.api.turns.images import DATA, Images
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.models import name_for
 from mlx_parallm.generation.admission import check_room
 from mlx_parallm.generation.kind import GENERATION, GenerationClient
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.kind import POOLING
 from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.interface import RequestClient, TokenizingModel
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, RequestTooLargeError
 from mlx_parallm.types.pooling import Task

@@ -12,8 +12,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from mlx_parallm.api.http.handover import HandoverProtocol, Serves
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.peers.connections import Handover
+from mlx_parallm.server_config import ServerConfig
 
 #: ``FLUSH_TIMEOUT_S``: time that connections get to read pending data before they are closed.
 FLUSH_TIMEOUT_S = 5

@@ -11,7 +11,7 @@ from mlx_parallm.cli.configure import add_settings, read_settings
 from mlx_parallm.cli.doctor.diagnosis import Diagnosis, diagnose
 from mlx_parallm.cli.doctor.text import render
 from mlx_parallm.cli.ranks import with_ranks
-from mlx_parallm.cli.settings import BATCHING, MEMORY, MODELS
+from mlx_parallm.cli.setting import BATCHING, MEMORY, MODELS
 
 #: ``SETTING_GROUPS``: the settings that decide a server's models and their KV.
 SETTING_GROUPS = (MODELS, MEMORY, BATCHING)

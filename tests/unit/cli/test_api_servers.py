@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 from mlx_parallm.cli.api_servers import processes
 from mlx_parallm.cli.api_servers.connections import ConnectionServer
 from mlx_parallm.cli.api_servers.processes import HttpProcesses
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.peers.messages import StartHttp
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.async_engine import AsyncEngine
 from tests.fakes import FakeRunner, spell
 from tests.scripted_engine import engine_of

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_parallm.cli.batch_file import BatchCounts, run_batch_file
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import OverloadedError
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine, fail

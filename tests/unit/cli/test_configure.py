@@ -18,14 +18,10 @@ from mlx_parallm.cli.configure import (
     warn_of_unknown_variables,
 )
 from mlx_parallm.cli.parser import CommandParser
-from mlx_parallm.cli.settings import DEFAULTS, SETTINGS, Setting
-from mlx_parallm.config import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    ServerConfig,
-    SpeculativeConfig,
-)
+from mlx_parallm.cli.setting import DEFAULTS, Setting
+from mlx_parallm.cli.settings import SETTINGS
+from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SpeculativeConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import ConfigError
 
 #: These fields of the configuration are composed, not set one by one.

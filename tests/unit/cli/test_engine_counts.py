@@ -18,7 +18,8 @@ from mlx_parallm.cli.engine_counts import (
     rows_while_faster,
     with_count,
 )
-from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.config import EngineConfig
+from mlx_parallm.server_config import ServerConfig
 from tests.fake_mac.mac import FakeMac
 
 

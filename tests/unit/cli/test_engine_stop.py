@@ -12,7 +12,7 @@ import pytest
 from mlx_parallm.cli import serve
 from mlx_parallm.cli.serve import EngineServer
 from mlx_parallm.cli.watchdog import LONG_STEP_S
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from tests.fake_engine import FakeEngine
 
 

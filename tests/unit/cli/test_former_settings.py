@@ -13,7 +13,8 @@ from mlx_parallm.cli.configure import add_settings, read_settings, warn_of_forme
 from mlx_parallm.cli.former_settings import FOLDED, FORMER_SETTINGS, RENAMED, FormerSetting
 from mlx_parallm.cli.parser import CommandParser
 from mlx_parallm.cli.settings import SETTINGS
-from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.config import EngineConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import ConfigError
 
 #: A value of every former setting, which no default is.

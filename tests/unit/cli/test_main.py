@@ -18,8 +18,8 @@ from mlx_parallm.cli.engines import ProgressPrinter
 from mlx_parallm.cli.logs import ConsoleFormatter, JsonFormatter
 from mlx_parallm.cli.main import COMMANDS, main
 from mlx_parallm.cli.serve import is_exposed
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.media import check, decode
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.worker.device.properties import DeviceReport
 from tests.server_process import user_environment
 

@@ -9,14 +9,8 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.cli.ranks import is_open_pipe, with_ranks
-from mlx_parallm.config import (
-    AUTO,
-    CacheConfig,
-    EngineConfig,
-    RanksConfig,
-    ServerConfig,
-    SpeculativeConfig,
-)
+from mlx_parallm.config import AUTO, CacheConfig, EngineConfig, RanksConfig, SpeculativeConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import ConfigError
 
 #: No test waits for it.

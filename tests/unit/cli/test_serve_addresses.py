@@ -9,7 +9,7 @@ import pytest
 
 from mlx_parallm.api.http.listener import LOCALHOST, bind_all
 from mlx_parallm.cli.serve import _OwnHttp, widest_host
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 

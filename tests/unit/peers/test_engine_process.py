@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlx_parallm.config import EngineConfig, ModelConfig, RanksConfig, SchedulerConfig, ServerConfig
+from mlx_parallm.config import EngineConfig, ModelConfig, RanksConfig, SchedulerConfig
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.models import EngineState
@@ -42,6 +42,7 @@ from mlx_parallm.peers.messages import (
     StartEngines,
     Withdraw,
 )
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.types.errors import (

@@ -12,9 +12,10 @@ import pytest
 from mlx_parallm.api.http.auth import read_rank
 from mlx_parallm.cli.engines import open_engine
 from mlx_parallm.cli.setting_values import engine_count as parse_count
-from mlx_parallm.config import AUTO, CacheConfig, EngineConfig, ServerConfig
+from mlx_parallm.config import AUTO, CacheConfig, EngineConfig
 from mlx_parallm.llm import LLM
 from mlx_parallm.machine import num_processors
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.parallel_engines import engine_count, parallel_life, share_of, thread_share
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError
 

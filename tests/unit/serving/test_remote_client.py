@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import pytest
 
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.catalogue import FoundModel
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.core import EngineCore
@@ -23,6 +22,7 @@ from mlx_parallm.peers.channel import Packed, pack
 from mlx_parallm.peers.messages import Catalog, Events, Known, KnownModel, Reply, StartHttp
 from mlx_parallm.peers.requests import Catalogs, HttpPeer
 from mlx_parallm.peers.wire import Wire
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.remote_client import RemoteClient
 from mlx_parallm.types.errors import (

@@ -14,7 +14,8 @@ CODE = """
 import json, sys
 import mlx.core as mx
 from mlx_parallm.cli.ranks import with_ranks
-from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.config import EngineConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.serving.build import worker_for
 

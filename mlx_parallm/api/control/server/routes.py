@@ -16,10 +16,11 @@ from mlx_parallm.api.http.auth import has_admin_key, is_foreign
 from mlx_parallm.api.http.dependencies import ConfigDep, EngineDep
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.models import ServedModel
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.json_values import is_object
 

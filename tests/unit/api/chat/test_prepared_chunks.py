@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.api.http import sse
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.events import FinishReason, GenerateEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest
 from tests.api_app import make_app

@@ -12,9 +12,9 @@ import pytest
 from fastapi import FastAPI
 
 from mlx_parallm.client.tensors import encode_safetensors
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.policies import AdapterUpload
+from mlx_parallm.server_config import ServerConfig
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.api.control.art.policies import MAX_REMEMBERED, ArtPolicies, PolicySpans
 from mlx_parallm.api.turns.samples import VersionSpans
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import InvalidRequestError
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine

@@ -9,9 +9,9 @@ import httpx2
 import pytest
 
 from mlx_parallm.api.control.server.models import anthropic_page, model_card
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.status import ModelState, ModelStatus
 from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.pooling import PoolingInfo
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine

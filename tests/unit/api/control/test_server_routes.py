@@ -12,10 +12,11 @@ from starlette.datastructures import Headers
 
 from mlx_parallm.api.control.server.aborts import is_named
 from mlx_parallm.api.http.auth import client_of
-from mlx_parallm.config import CacheConfig, EngineConfig, SchedulerConfig, ServerConfig
+from mlx_parallm.config import CacheConfig, EngineConfig, SchedulerConfig
 from mlx_parallm.engine.models import ModelMemory
 from mlx_parallm.engine.status import ModelStatus, Readiness
 from mlx_parallm.nets.model import NetModel
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.request import GenerateRequest
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine, status_of

@@ -12,10 +12,10 @@ import pytest
 
 from mlx_parallm.api.http.uploads import BodyDigest
 from mlx_parallm.client.tensors import encode_safetensors
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.status import Readiness
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import InvalidRequestError, OutOfMemoryError
 from mlx_parallm.types.request import WeightsVersion
 from tests.fake_control import FakeControl

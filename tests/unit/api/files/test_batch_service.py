@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from mlx_parallm.api.files.service import LineSender
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.storage.disk import FolderLock
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine

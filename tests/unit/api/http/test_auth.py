@@ -8,7 +8,7 @@ from fastapi import Depends
 from starlette.datastructures import Headers
 
 from mlx_parallm.api.http.auth import KeyRing, client_of, require_admin
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 

@@ -13,8 +13,8 @@ from mlx_parallm.api.http.body_budget import (
     BYTES_PER_S,
     BodyBudgetMiddleware,
 )
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.fairness import ClientPace
+from mlx_parallm.server_config import ServerConfig
 from tests.api_app import scope_of
 
 SIZES = st.integers(0, 3 * BURST_BYTES)

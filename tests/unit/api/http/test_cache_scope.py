@@ -15,8 +15,8 @@ from starlette.datastructures import Headers
 
 from mlx_parallm.api.files.service import LineSender
 from mlx_parallm.api.http.auth import client_of
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.scheduler.sequence import RequestGroup
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.events import FinishReason, GenerateEvent, TokenEvent
 from mlx_parallm.types.pooling import PoolingInput, PoolingResults, PoolRequest
 from mlx_parallm.types.request import BaseWeights, GenerateRequest, PolicyWeights, WeightsVersion

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from mlx_parallm.api.app import SLICES, routes_of
 from mlx_parallm.api.http.errors import CLIENT_CLOSED
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 

@@ -21,7 +21,7 @@ from mlx_parallm.api.http.dialect import Failure
 from mlx_parallm.api.http.middleware import RouteMiddleware
 from mlx_parallm.api.http.openapi import ADMIN_KEY, API_KEY
 from mlx_parallm.api.http.routing import ROUTE, DeclaredRoute, RouteIndex, Routes, declared_routes
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import OverloadedError, RequestTooLargeError
 from tests.fake_engine import FakeEngine
 

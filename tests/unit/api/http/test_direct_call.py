@@ -11,7 +11,7 @@ import pytest
 from mlx_parallm.api.app import SLICES, routes_of
 from mlx_parallm.api.http.json_body import DirectCall, JsonRequest
 from mlx_parallm.api.http.routing import declared_routes
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine, fail

@@ -14,7 +14,7 @@ from mlx_parallm.api.files.service import line_response
 from mlx_parallm.api.http.errors import body_of, describe, response_of, status_of
 from mlx_parallm.api.mezo.rows import PairRow
 from mlx_parallm.batch_jobs.run import TRY_LATER
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types import errors
 from tests.api_app import make_app, scope_of
 from tests.fake_engine import FakeEngine

@@ -20,10 +20,10 @@ from starlette.types import Receive, Scope, Send
 from mlx_parallm.api.http.connection import MAX_HEAD_BYTES
 from mlx_parallm.api.http.handover import request_line
 from mlx_parallm.cli.api_servers.connections import ConnectionServer
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.peers import connections as connections_module
 from mlx_parallm.peers.channel import SpareDescriptor, pack
 from mlx_parallm.peers.connections import LATER, TAKEN, ConnectionPipe
+from mlx_parallm.server_config import ServerConfig
 from tests.descriptors import no_descriptor_allowed, no_descriptor_left
 
 

@@ -20,7 +20,7 @@ from mlx_parallm.api.http.connection import (
     BoundedProtocol,
 )
 from mlx_parallm.api.http.declared import SMALL_BODY_BYTES
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from tests.fake_engine import FakeEngine, hang, serve_fake, write
 
 HI = {"model": "alias", "messages": [{"role": "user", "content": "hi"}]}

@@ -12,7 +12,7 @@ import pytest
 
 from mlx_parallm.api.http.auth import checked_hosts, host_of, is_loopback_host
 from mlx_parallm.cli.serve import warn_if_exposed
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine, serve_fake
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import InvalidRequestError
 from tests.fake_encoders import FakeEncoders
 from tests.fake_engine import FakeEngine

@@ -16,8 +16,8 @@ from starlette.datastructures import Headers
 
 from mlx_parallm.api.http.declared import SMALL_BODY_BYTES
 from mlx_parallm.api.http.headers import IndexedHeaders, headers_of
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.status import ModelStatus
+from mlx_parallm.server_config import ServerConfig
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from mlx_parallm.api.http.openapi import ADMIN_KEY, API_KEY, CONTROL, GROUPS
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 

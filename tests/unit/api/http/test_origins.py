@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 
 from mlx_parallm.api.http.auth import SAFE_METHODS, is_foreign
 from mlx_parallm.api.http.openapi import CONTROL
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 

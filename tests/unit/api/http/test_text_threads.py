@@ -20,7 +20,7 @@ from mlx_parallm.api.http.offload import (
     in_thread,
     maybe_in_thread,
 )
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.token_limit import TokenLimit
 from tests.fake_engine import FakeEngine, serve_fake
 from tests.fakes import ByteTokenizer

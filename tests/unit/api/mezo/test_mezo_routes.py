@@ -6,7 +6,8 @@ from pathlib import Path
 
 import httpx2
 
-from mlx_parallm.config import EngineConfig, RanksConfig, ServerConfig
+from mlx_parallm.config import EngineConfig, RanksConfig
+from mlx_parallm.server_config import ServerConfig
 from tests.fake_engine import FakeEngine, serve_fake
 
 

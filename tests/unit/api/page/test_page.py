@@ -13,7 +13,7 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 from mlx_parallm.api.page.routes import page_files
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 

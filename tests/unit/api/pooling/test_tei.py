@@ -9,7 +9,7 @@ import pytest
 
 from mlx_parallm.api.pooling import encoded as encoding
 from mlx_parallm.api.pooling.vectors.arrays import activated
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.pooling import PoolingInput, Task
 from tests.encoder_requests import fetch, post, refused_field
 from tests.fake_encoders import FakeEncoders, computed, make_encoder

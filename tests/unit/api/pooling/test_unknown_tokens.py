@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.api.http.routing import declared_routes
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from tests.api_app import make_app
 from tests.encoder_requests import post
 from tests.fake_encoders import FakeEncoders, WordEncoder, make_encoder

@@ -11,7 +11,7 @@ import pytest
 from mlx_parallm.api.app import SLICES, STORING_SLICES, routes_of
 from mlx_parallm.api.http.routing import DeclaredRoute
 from mlx_parallm.api.turns.prelude import Prelude
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.server_config import ServerConfig
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 from tests.fake_seq2seq import (

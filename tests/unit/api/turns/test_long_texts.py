@@ -18,8 +18,8 @@ from mlx_parallm.api.completions.schema import CompletionRequest
 from mlx_parallm.api.tokenize.routes import _json
 from mlx_parallm.api.turns import prepare
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.tokenizer.loading import load_tokenizer
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine, serve_fake

@@ -7,9 +7,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import Tokenizer
+from mlx_parallm.server_config import ServerConfig
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 

@@ -9,9 +9,9 @@ import pytest
 
 from mlx_parallm.api.turns.prepare import prepare_turn
 from mlx_parallm.api.turns.request import TurnRequest
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.offline.generation import OfflineRequests, chat_prompt
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.work import StateCache
 from tests.fake_engine import FakeEngine

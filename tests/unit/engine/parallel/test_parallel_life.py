@@ -13,13 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlx_parallm.config import (
-    CacheConfig,
-    EngineConfig,
-    MemoryConfig,
-    SchedulerConfig,
-    ServerConfig,
-)
+from mlx_parallm.config import CacheConfig, EngineConfig, MemoryConfig, SchedulerConfig
 from mlx_parallm.engine.commands import Abort, Call, Stop
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.kind import BuiltModel
@@ -31,6 +25,7 @@ from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.status import Readiness, ReadLoads
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.machine import visible_devices
+from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
 from mlx_parallm.serving.parallel_engines import parallel_life, share_of, thread_share
 from mlx_parallm.types.errors import ConfigError, EngineDeadError, OverloadedError
