@@ -281,6 +281,10 @@ class EngineDoor(Protocol):
         """End every request with the tokens that it has; return how many there were."""
         ...
 
+    def open_requests(self) -> Sequence[Any]:
+        """Return the requests that were admitted and have not ended."""
+        ...
+
     async def wait_until_idle(self) -> None:
         """Return once no request is open."""
         ...

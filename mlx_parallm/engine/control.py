@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from enum import StrEnum
 from pathlib import Path
@@ -103,8 +103,15 @@ class EngineControl(AdapterControl):
         """True if no step begins until ``resume``."""
         return self._pause is not None
 
-    def report(self, memory: Mapping[str, ModelMemory], engines: Sequence[EngineReport]) -> None:
-        """Bring the metrics up to date; ``memory`` is by model."""
+    def report(
+        self,
+        memory: Mapping[str, ModelMemory],
+        engines: Sequence[EngineReport],
+        running: Set[str],
+    ) -> None:
+        """Bring the metrics up to date; ``memory`` is by model, ``running`` names adapters."""
+        requested = {each.adapter for each in self._door.open_requests() if each.adapter}
+        self._metrics.on_requests(running, requested - running)
         self._metrics.on_memory(memory)
         self._metrics.on_engines(engines)
         names = [status.names[0] for status in self._door.statuses() if status.can_change]

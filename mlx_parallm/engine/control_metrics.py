@@ -1,4 +1,4 @@
-"""Prometheus metrics of adapters, weights and pauses, under names of this project's own."""
+"""Prometheus metrics of adapters, weights and pauses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,16 @@ ADAPTER, WEIGHTS = "adapter", "weights"
 class ControlMetrics:
     """Filled on the event loop, where control is; a scrape may read them from any thread."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, max_loras: int) -> None:
+        """Declare them; ``max_loras`` is the most adapters in one batch."""
+        self._max_loras = str(max_loras)
+        # Gateways route by vLLM's metric: adapters are listed in labels, the value is the time.
+        self._requests = Gauge(
+            "vllm:lora_requests_info",
+            "Unix time of the adapters of requests that run and wait.",
+            ("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+            registry=registry,
+        )
         self._versions = Gauge(
             "mlx_parallm:weight_version_info",
             "1 for the version of the weights of each model and adapter.",
@@ -76,6 +85,13 @@ class ControlMetrics:
         for info in adapters:
             self._versions.labels(info.model, info.name, info.version).set(1)
             self._loaded.labels(info.model).inc()
+
+    def on_requests(self, running: Iterable[str], waiting: Iterable[str]) -> None:
+        """Set the adapters of running requests, and those of which all requests wait."""
+        # One series, whose labels change: vLLM keeps each combination that it ever had.
+        self._requests.clear()
+        names = (",".join(sorted(each)) for each in (waiting, running))
+        self._requests.labels(self._max_loras, *names).set_to_current_time()
 
     def on_memory(self, memory: Mapping[str, ModelMemory]) -> None:
         """Set the memory of each model."""

@@ -45,6 +45,7 @@ from mlx_parallm.engine.status import (
     ReadLoads,
     ReadMemoryLimit,
     ReadMetrics,
+    ReadRunningAdapters,
     StateQuery,
 )
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
@@ -106,7 +107,8 @@ class EngineCore:
         self._is_stopping = False
         limits = {kind.traits.name: kind.memory_limit(config) for kind in kinds}
         ledger = Ledger({name: limit for name, limit in limits.items() if limit is not None})
-        self.control = EngineControl(self, config.adapters, ControlMetrics(self._registry))
+        metrics = ControlMetrics(self._registry, config.scheduler.max_loras)
+        self.control = EngineControl(self, config.adapters, metrics)
         self._residency = Residency(
             ModelLoader(self, config, kinds),
             ledger,
@@ -417,11 +419,12 @@ class EngineCore:
 
     async def render_metrics(self) -> tuple[bytes, str]:
         """Return the Prometheus exposition and its content type."""
-        # One engine that hangs delays all three by the same seconds.
-        engines, memory, reports = await asyncio.gather(
-            self._query(ReadMetrics(), b""), self.memory(), self.engines()
+        # One engine that hangs delays all of them by the same seconds.
+        engines, memory, reports, running = await asyncio.gather(
+            *(self._query(ReadMetrics(), b""), self.memory(), self.engines()),
+            self._query(ReadRunningAdapters(), frozenset[str]()),
         )
-        self.control.report(memory, reports)
+        self.control.report(memory, reports, running)
         return engines + generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     async def _query(self, ask: StateQuery[T], otherwise: T) -> T:

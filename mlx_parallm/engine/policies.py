@@ -261,6 +261,11 @@ class Policies:
         """Return the loaded adapters, by when they were first loaded."""
         return [self._info(policy) for policy in self._policies.values()]
 
+    def running(self) -> set[str]:
+        """Return the names of adapters that sequences run with; any thread may ask."""
+        known = dict(self._policies)
+        return {name for name, each in known.items() if self.users.num_running(each.info.digest)}
+
     def load(self, upload: AdapterUpload, evicted: str | None = None) -> AdapterInfo:
         """Serve an adapter; a version that it replaces serves up to the next step.
 

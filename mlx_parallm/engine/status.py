@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
@@ -76,6 +76,19 @@ class ReadLoads(StateQuery[Sequence[QueueLoad | None]]):
         """In the order of the engines."""
         _answered(answers)
         return [None if isinstance(answer, ParallmError) else answer[0] for answer in answers]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRunningAdapters(StateQuery[Set[str]]):
+    """Return the names of adapters that sequences of any engine run with."""
+
+    @override
+    def __call__(self, state: EngineState) -> Set[str]:
+        return {n for each in dict(state.engines).values() for n in each.policies.running()}
+
+    @override
+    def together(self, answers: Sequence[Set[str] | ParallmError]) -> Set[str]:
+        return {name for names in _answered(answers) for name in names}
 
 
 @dataclass(frozen=True, slots=True)

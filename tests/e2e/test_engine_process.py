@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.adapter_files import CONFIG, upload
 from tests.processes import are_gone, engines_of
@@ -96,6 +98,42 @@ def test_adapters_and_encoders_come_and_go(server: ServerProcess, client: openai
         assert answer.status_code == 200, answer.text
         gone = http.post("/v1/models/unload", json={"model": "demo:sentiment"})
         assert gone.status_code == 200, gone.text
+
+
+def adapters_of_requests(http: httpx2.Client) -> dict[str, str]:
+    """Return the labels of the metric that gateways route by."""
+    (family,) = (
+        family
+        for family in text_string_to_metric_families(http.get("/metrics").text)
+        if family.name == "vllm:lora_requests_info"
+    )
+    (sample,) = family.samples
+    assert 0 <= time.time() - sample.value < 600
+    return sample.labels
+
+
+def test_gateways_see_the_adapters_of_requests(server: ServerProcess) -> None:
+    query = {"name": "gateway", "config": json.dumps(CONFIG)}
+    raw = {"content-type": "application/octet-stream"}
+    body = {"model": "gateway", "prompt": "1", "max_tokens": 1}
+    endless = body | {"max_tokens": 400, "ignore_eos": True, "stream": True}
+    none = {"max_lora": "8", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    with httpx2.Client(base_url=server.url) as http, ThreadPoolExecutor(1) as pool:
+        sent = http.post("/v1/update_adapter_weights", content=upload(1), params=query, headers=raw)
+        assert sent.status_code == 200, sent.text
+        assert adapters_of_requests(http) == none
+        with http.stream("POST", "/v1/completions", json=endless) as response:
+            next(response.iter_lines())
+            assert adapters_of_requests(http) == none | {"running_lora_adapters": "gateway"}
+        while adapters_of_requests(http) != none:
+            pass
+        http.post("/pause", params={"mode": "keep"})
+        queued = pool.submit(http.post, "/v1/completions", json=body)
+        while adapters_of_requests(http) != none | {"waiting_lora_adapters": "gateway"}:
+            assert not queued.done()
+        http.post("/resume")
+        assert queued.result().status_code == 200
+        assert http.delete("/v1/adapters/gateway").status_code == 200
 
 
 def test_a_dropped_stream_frees_its_blocks(server: ServerProcess) -> None:

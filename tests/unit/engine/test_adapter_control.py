@@ -76,6 +76,9 @@ class TwoEncoders(EngineDoor):
     async def cancel_all(self) -> int:
         raise AssertionError
 
+    def open_requests(self) -> Any:
+        raise AssertionError
+
     async def wait_until_idle(self) -> None:
         raise AssertionError
 
@@ -95,7 +98,7 @@ def door() -> TwoEncoders:
 
 @pytest.fixture
 def control(door: TwoEncoders) -> AdapterControl:
-    return FoundAdapters(door, AdapterConfig(), ControlMetrics(CollectorRegistry()))
+    return FoundAdapters(door, AdapterConfig(), ControlMetrics(CollectorRegistry(), 8))
 
 
 def owners(door: TwoEncoders) -> list[str]:

@@ -56,6 +56,17 @@ class Loads(BaseModel):
     aggregate: dict[str, Any] = Field(description="The same summed up.")
 
 
+class RankLoad(BaseModel):
+    """Load of one engine, as SGLang's router reads it."""
+
+    dp_rank: int = Field(description="The engine's number, from 0.")
+    num_reqs: int = Field(description="Sequences that run or wait.")
+    num_waiting_reqs: int = Field(description="Sequences that wait for a place in the batch.")
+    num_tokens: int = Field(
+        description="Tokens that the KV blocks in use have room for, and of the prompts that wait."
+    )
+
+
 class WorldSize(BaseModel):
     """Number of devices that compute."""
 
@@ -126,6 +137,21 @@ async def loads(engine: EngineDep, dp_rank: int | None = None) -> Loads:
             "total_reqs": sum(entry.num_total_reqs for entry in entries),
         },
     )
+
+
+@routes.get("/get_load")
+async def get_load(engine: EngineDep) -> list[RankLoad]:
+    """Report the load of each engine to SGLang's router, which adds up ``num_tokens``."""
+    entries = [_load(each, engine.config.scheduler.max_num_seqs) for each in await engine.engines()]
+    return [
+        RankLoad(
+            dp_rank=entry.dp_rank,
+            num_reqs=entry.num_total_reqs,
+            num_waiting_reqs=entry.num_waiting_reqs,
+            num_tokens=entry.num_used_tokens + entry.num_waiting_tokens,
+        )
+        for entry in entries
+    ]
 
 
 def _load(report: EngineReport, max_num_seqs: int) -> Load:

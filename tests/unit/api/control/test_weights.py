@@ -373,6 +373,15 @@ async def test_loads_has_an_entry_for_each_engine() -> None:
     assert (starting["dp_rank"], starting["state"]) == (1, "starting")
     assert {starting[name] for name in starting if name.startswith(("num_", "max_"))} == {0}
     assert content["aggregate"]["total_reqs"] == 3
+    assert (await call(engine, "GET", "/get_load")).json() == [
+        {
+            "dp_rank": load["dp_rank"],
+            "num_reqs": load["num_total_reqs"],
+            "num_waiting_reqs": load["num_waiting_reqs"],
+            "num_tokens": load["num_used_tokens"] + load["num_waiting_tokens"],
+        }
+        for load in (busy, starting)
+    ]
     chosen = (await call(engine, "GET", "/v1/loads?dp_rank=0")).json()["loads"]
     assert chosen == [busy]
     refused = await call(engine, "GET", "/v1/loads?dp_rank=2")
