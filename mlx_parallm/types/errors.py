@@ -12,7 +12,8 @@
     │   ├── PermissionDeniedError   the key or the origin may not do this          (HTTP 403)
     │   ├── MisdirectedRequestError the request names a host that is not served    (HTTP 421)
     │   ├── ConflictError           the state of what is named does not allow it   (HTTP 409)
-    │   │   └── NotFiniteError      a training step would not be finite            (HTTP 409)
+    │   │   ├── NotFiniteError      a training step would not be finite            (HTTP 409)
+    │   │   └── PeerRefusedError    a server of the fleet refused                  (HTTP 409)
     │   ├── VersionMismatchError    the weights are of another version than expected (HTTP 412)
     │   ├── RequestTimeoutError     the body did not arrive in time                (HTTP 408)
     │   └── RequestTooLargeError    the body is over the route's limit             (HTTP 413)
@@ -25,6 +26,7 @@
     ├── EngineDeadError             no engine is there; try again later            (HTTP 503)
     │   ├── RequestLostError        the engine died that had this request          (HTTP 503)
     │   └── RankLostError           another process of the model is gone or hangs  (HTTP 503)
+    ├── PeerSilentError             a server of the fleet does not answer          (HTTP 503)
     ├── SessionLostError            the engine has no such training session        (HTTP 503)
     ├── StorageError                the data folder does not work                  (HTTP 500)
     │   └── StorageInUseError       another process has the data folder            (HTTP 503)
@@ -157,6 +159,18 @@ class NotFiniteError(ConflictError):
     """A loss, a gradient or the parameters after a training step are not finite."""
 
 
+class PeerRefusedError(ConflictError):
+    """A peer refused a request; nothing was changed anywhere.
+
+    Attributes:
+        status: of its answer; None if it was not asked.
+    """
+
+    def __init__(self, message: str, *, status: int | None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class VersionMismatchError(InvalidRequestError):
     """The weights are not of the version that an update expected; nothing was changed."""
 
@@ -240,6 +254,10 @@ class RankLostError(EngineDeadError):
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(f"Rank {rank} {why}.")
         self.rank = rank
+
+
+class PeerSilentError(ParallmError):
+    """A peer does not answer, or not as a server of this kind."""
 
 
 class SessionLostError(ParallmError):

@@ -54,6 +54,7 @@ STATUS: Mapping[type[errors.ParallmError], Status] = {
     errors.PausedError: Status(503, "paused"),
     errors.EngineDeadError: Status(503, "engine_dead"),
     errors.RequestLostError: Status(503, "request_lost"),
+    errors.PeerSilentError: Status(503, "peer_silent"),
     errors.SessionLostError: Status(503, "session_lost"),
     errors.OutOfMemoryError: Status(503, "out_of_memory"),
     errors.RequestAbortedError: Status(503, "request_aborted"),

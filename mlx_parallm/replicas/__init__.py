@@ -1,0 +1,1 @@
+"""Servers of one model that change together."""
