@@ -13,17 +13,13 @@ from typing import Protocol
 from mlx_parallm.config import AdapterConfig
 from mlx_parallm.confinement import MAX_NAME
 from mlx_parallm.engine.adapter_folders import AdapterFolders
+from mlx_parallm.engine.changes import Changes, LoadAdapter, RemoveAdapter
 from mlx_parallm.engine.commands import EngineDoor
 from mlx_parallm.engine.control_metrics import ADAPTER, ControlMetrics
 from mlx_parallm.engine.engine_commands import (
-    BeginAdapter,
-    CommitAdapter,
-    DropStagedAdapter,
     EnsureAdapter,
     ListVersions,
     LoadedVersions,
-    StageAdapterPart,
-    UnloadAdapter,
     taken,
 )
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, NamedAdapter
@@ -32,7 +28,6 @@ from mlx_parallm.types.errors import (
     MAX_LISTED_MODELS,
     InvalidRequestError,
     ModelNotFoundError,
-    NotFoundError,
     ParallmError,
 )
 from mlx_parallm.types.request import WeightsVersion
@@ -173,14 +168,20 @@ class AdapterControl:
     """Loads and finds adapters. Lives on the event loop.
 
     Attributes:
+        door: where commands enter.
+        here: carries out changes at this server alone.
+        changes: carries out an operator's changes, perhaps at further servers too.
         names: finds adapters by name, as the engine thread had them after the latest change.
         versions: of the models' weights, by first names.
         sleep_level: of the latest ``sleep``; 0 while awake.
         announce: is awaited when adapters are kept or forgotten: other processes name them, too.
     """
 
+    here: Changes
+    changes: Changes
+
     def __init__(self, door: EngineDoor, config: AdapterConfig, metrics: ControlMetrics) -> None:
-        self._door = door
+        self.door = door
         self._metrics = metrics
         self._folders = AdapterFolders(config)
         self.sleep_level = 0
@@ -189,8 +190,11 @@ class AdapterControl:
         self.versions: Mapping[str, WeightsVersion] = {}
         # Loads of adapters that are found by name, so that many requests share one.
         self._loading: dict[tuple[str, str], asyncio.Future[AdapterInfo]] = {}
-        # Number the loads: the commands of one load name its number.
         self._numbers = count()
+
+    def next_number(self) -> int:
+        """Return a number for the commands of one load."""
+        return next(self._numbers)
 
     def adapters(self) -> Sequence[AdapterInfo]:
         """Return the loaded adapters of all models, as of the latest change of one."""
@@ -208,9 +212,10 @@ class AdapterControl:
 
     async def refresh(self) -> None:
         """Ask the engine thread which adapters and versions it has."""
-        self._note_loaded(await self._door.call(ListVersions()))
+        self.note_loaded(await self.door.call(ListVersions()))
 
-    def _note_loaded(self, loaded: LoadedVersions) -> None:
+    def note_loaded(self, loaded: LoadedVersions) -> None:
+        """Note which adapters and versions the engine thread has."""
         infos, self.versions = loaded
         self.names.known = {info.name: info for info in infos}
 
@@ -248,7 +253,7 @@ class AdapterControl:
         self.names.kept = {**self.names.kept, name: NamedAdapter(name, base, str(folder))}
         try:
             if before is not None and before.source != str(folder) and name in self.names.known:
-                await self.unload_adapter(name)
+                await self.here.apply(RemoveAdapter(name))
             if loads:
                 await self._load_kept(name, base)
         finally:
@@ -269,7 +274,7 @@ class AdapterControl:
         self.names.kept = {other: adapter for other, adapter in kept.items() if other != name}
         try:
             if name in self.names.known:
-                await self.unload_adapter(name)
+                await self.here.apply(RemoveAdapter(name))
         finally:
             await self.announce()
 
@@ -294,11 +299,10 @@ class AdapterControl:
             InvalidRequestError: it does not fit the model, its name is taken, or there is no room.
             OverloadedError: there will be room once requests have ended.
         """
-        base = self.names.adapted(model)
-        self._check_name(upload.name, base)
+        change = LoadAdapter(upload, self.names.adapted(model))
         # The load is completed even if its caller is cancelled.
         with self._metrics.timed(ADAPTER):
-            return await asyncio.shield(asyncio.ensure_future(self._load(upload, base)))
+            return await asyncio.shield(asyncio.ensure_future(self.changes.apply(change)))
 
     async def load_adapter_folder(
         self,
@@ -330,35 +334,13 @@ class AdapterControl:
 
     async def unload_adapter(self, name: str) -> AdapterInfo:
         """Admit no more requests of an adapter; raise NotFoundError."""
-        info = self.names.find(name)
-        if info is None:
-            raise NotFoundError(f"The adapter {name!r} is not loaded.", param="name")
-        gone = await self._door.call(UnloadAdapter(info.name, info.model))
-        await self.refresh()
-        return gone
-
-    async def _load(self, upload: AdapterUpload, base: str) -> AdapterInfo:
-        """Upload an adapter into a slot in parts, between steps, and then let requests use it."""
-        number = next(self._numbers)
-        begin = BeginAdapter(number, upload, base, takes_slot=not self.sleep_level)
-        async with self._door.hold(base):
-            try:
-                has_more = await self._door.call(begin)
-                while has_more:
-                    has_more = await self._door.call(StageAdapterPart(number))
-                info, versions = await self._door.call(CommitAdapter(number))
-            except ParallmError:
-                # With several engines, some may have prepared the adapter.
-                await self._door.call(DropStagedAdapter(number))
-                raise
-        self._note_loaded(versions)
-        return self.names.known.get(info.name, info)
+        return await self.changes.apply(RemoveAdapter(name))
 
     async def _load_by_name(self, name: str, base: str) -> AdapterInfo:
-        self._check_name(name, base)
+        self.check_adapter_name(name, base)
         upload = await self.read_named(name)
-        async with self._door.hold(base):
-            info = await self._door.call(EnsureAdapter(upload, base))
+        async with self.door.hold(base):
+            info = await self.door.call(EnsureAdapter(upload, base))
         await self.refresh()
         return info
 
@@ -368,7 +350,8 @@ class AdapterControl:
             # Its error is retrieved here, because every caller may have been cancelled.
             done.exception()
 
-    def _check_name(self, name: str, base: str) -> None:
+    def check_adapter_name(self, name: str, base: str) -> None:
+        """Raise InvalidRequestError if an adapter of a model cannot have this name."""
         if self.names.names_of(name):
             raise InvalidRequestError(
                 f"{name!r} is the name of a model; give the adapter another name.", param="name"

@@ -5,23 +5,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
-from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
 from mlx_parallm.adapters.formats import is_adapter_folder
 from mlx_parallm.config import AdapterConfig
 from mlx_parallm.engine.adapter_control import AdapterControl
+from mlx_parallm.engine.changes import (
+    ChangesHere,
+    EmptyCaches,
+    LabelWeights,
+    Models,
+    PauseMode,
+    PauseServer,
+    ReplaceWeights,
+    ResumeServer,
+    SleepServer,
+    WakeServer,
+)
 from mlx_parallm.engine.commands import EngineDoor
 from mlx_parallm.engine.control_metrics import WEIGHTS, ControlMetrics
 from mlx_parallm.engine.engine_commands import (
-    CommitUpdate,
-    DropUpdate,
     Pause,
-    PrepareUpdate,
     ReadChecksums,
-    RelabelWeights,
-    ResetCaches,
     Resume,
     SleepModels,
     WakeModels,
@@ -34,19 +40,6 @@ from mlx_parallm.types.request import SLEEP_TAGS, WeightsVersion
 
 # SLEEP_LEVELS: see ``EngineControl.sleep``.
 SLEEP_LEVELS = (0, 1, 2)
-
-
-class PauseMode(StrEnum):
-    """Treatment of running requests by a pause; the names are vLLM's.
-
-    keep: they stay where they are, and new ones wait with them.
-    wait: they end first; new ones are refused.
-    abort: they end at once, with what they have; new ones are refused.
-    """
-
-    KEEP = "keep"
-    WAIT = "wait"
-    ABORT = "abort"
 
 
 class Watcher(Protocol):
@@ -86,17 +79,21 @@ class EngineControl(AdapterControl):
         watchers: are notified of what changes.
         on_changed: called with the first name of a model whose weights were replaced, and the
             folder that all come from; None for tensors.
+        models: loads and unloads models.
+        replacing: is held from the preparation of new weights to their commit.
     """
+
+    models: Models
 
     def __init__(self, door: EngineDoor, config: AdapterConfig, metrics: ControlMetrics) -> None:
         super().__init__(door, config, metrics)
+        self.here = self.changes = ChangesHere(self)
         self.watchers: list[Watcher] = []
         self.on_changed: Callable[[str, Path | None], None] = lambda _name, _folder: None
         self._pause: PauseMode | None = None
         # True if it was paused before it slept.
         self._stays_paused = False
-        # Held from the preparation of new weights to their commit.
-        self._replacing = asyncio.Lock()
+        self.replacing = asyncio.Lock()
 
     @property
     def is_paused(self) -> bool:
@@ -114,7 +111,7 @@ class EngineControl(AdapterControl):
         self._metrics.on_requests(running, requested - running)
         self._metrics.on_memory(memory)
         self._metrics.on_engines(engines)
-        names = [status.names[0] for status in self._door.statuses() if status.can_change]
+        names = [status.names[0] for status in self.door.statuses() if status.can_change]
         self._metrics.on_versions(self.adapters(), {name: self.version(name) for name in names})
         self._metrics.on_state(is_paused=self.is_paused, sleep_level=self.sleep_level)
 
@@ -124,8 +121,8 @@ class EngineControl(AdapterControl):
         No model begins a step meanwhile.
         """
         name = self.first_name(model)
-        async with self._door.hold(name):
-            return await self._door.call(ReadChecksums(name))
+        async with self.door.hold(name):
+            return await self.door.call(ReadChecksums(name))
 
     def version(self, model: str | None = None) -> WeightsVersion:
         """Return the version of a model's weights; default: the first model."""
@@ -145,28 +142,38 @@ class EngineControl(AdapterControl):
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> int:
         """Begin no more steps; return how many requests are kept, or were aborted."""
+        return await self.changes.apply(PauseServer(mode, clear_cache))
+
+    async def pause_here(self, mode: PauseMode) -> int:
+        """``pause`` this server."""
         self._pause = mode
         count = 0
         if mode is PauseMode.WAIT and not self.sleep_level:
             # Requests that an earlier pause kept must end too.
-            await self._door.call(Resume())
-            await self._door.wait_until_idle()
+            await self.door.call(Resume())
+            await self.door.wait_until_idle()
         elif mode is PauseMode.ABORT:
-            count = await self._door.cancel_all()
+            count = await self.door.cancel_all()
         if not self.is_paused:
             # It was resumed while this waited.
             return count
-        kept = await self._door.call(Pause())
-        if clear_cache:
-            await self.reset_prefix_cache(reset_external=False)
+        kept = await self.door.call(Pause())
         return count or kept
+
+    def check_awake(self) -> None:
+        """Raise InvalidRequestError while memory is released."""
+        if self.sleep_level:
+            raise InvalidRequestError("The server is asleep; wake it up first.")
 
     async def resume(self) -> None:
         """Let steps begin again after a pause."""
-        if self.sleep_level:
-            raise InvalidRequestError("The server is asleep; wake it up first.")
+        await self.changes.apply(ResumeServer())
+
+    async def resume_here(self) -> None:
+        """``resume`` this server."""
+        self.check_awake()
         self._pause = None
-        await self._door.call(Resume())
+        await self.door.call(Resume())
 
     async def reset_prefix_cache(
         self, *, reset_running: bool = False, reset_external: bool = True
@@ -175,7 +182,7 @@ class EngineControl(AdapterControl):
 
         ``reset_external``: also forget KV in host memory and on disk.
         """
-        await self._door.call(ResetCaches(reset_running, reset_external))
+        await self.changes.apply(EmptyCaches(reset_running, reset_external))
 
     async def update_weights(
         self,
@@ -193,30 +200,28 @@ class EngineControl(AdapterControl):
             VersionMismatchError: another version is there than was expected.
             InvalidRequestError: they do not fit, or hold numbers that are not finite.
         """
+        change = ReplaceWeights(self.first_name(model), update, digest)
         # The update is completed even if its caller is cancelled.
         with self._metrics.timed(WEIGHTS):
-            change = self._replace_weights(self.first_name(model), update, digest)
-            version = await asyncio.shield(asyncio.ensure_future(change))
+            return await asyncio.shield(asyncio.ensure_future(self.changes.apply(change)))
+
+    async def note_weights(self, model: str) -> None:
+        """Note, and notify the watchers, that weights of a model were replaced."""
         await self.refresh()
         for watcher in self.watchers:
-            watcher.on_weights(self.first_name(model))
-        return version
+            watcher.on_weights(model)
 
-    async def _replace_weights(
-        self, model: str, update: WeightsUpdate, digest: Future[str | None] | None
-    ) -> WeightsVersion:
-        # An evicted model comes back first; a change of it must not be lost.
-        async with self._replacing, self._door.hold(model):
-            try:
-                await self._door.call(PrepareUpdate(model, update))
-                known = digest.result() if digest is not None and digest.done() else None
-                version = await self._door.call(CommitUpdate(model, known))
-            except BaseException:
-                # With several engines, some may have prepared the update.
-                await self._door.call(DropUpdate(model))
-                raise
-            self.on_changed(model, update.folder)
-            return version
+    def checkpoint_folder(self, path: str) -> Path:
+        """Return the folder of a path; raise InvalidRequestError or NotFoundError."""
+        folder = self._folders.resolve(path, param="path")
+        if is_adapter_folder(folder):
+            # SGLang and vLLM have no name to serve it under here either; see docs/weights.md.
+            raise InvalidRequestError(
+                f"{path[:200]!r} has an adapter, not the weights of a whole model. Load it under "
+                "its own name with /load_lora_adapter.",
+                param="path",
+            )
+        return folder
 
     async def update_weights_from_folder(
         self,
@@ -227,25 +232,13 @@ class EngineControl(AdapterControl):
         expected_version: str | None = None,
     ) -> WeightsVersion:
         """``update_weights`` of a checkpoint below a root that the configuration allows."""
-        folder = self._folders.resolve(path, param="path")
-        if is_adapter_folder(folder):
-            # SGLang and vLLM have no name to serve it under here either; see docs/weights.md.
-            raise InvalidRequestError(
-                f"{path[:200]!r} has an adapter, not the weights of a whole model. Load it under "
-                "its own name with /load_lora_adapter.",
-                param="path",
-            )
+        folder = self.checkpoint_folder(path)
         update = WeightsUpdate(folder=folder, version=version, expected_version=expected_version)
         return await self.update_weights(update, model=model)
 
     async def set_version(self, label: str, *, model: str | None = None) -> WeightsVersion:
         """Give the version of a model's weights another label, from the next token on."""
-        name = self.first_name(model)
-        # An evicted model comes back first, as for an update.
-        async with self._door.hold(name):
-            version = await self._door.call(RelabelWeights(name, label))
-        await self.refresh()
-        return version
+        return await self.changes.apply(LabelWeights(self.first_name(model), label))
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
         """Pause, and free memory: none at level 0, that of KV at 1, that of weights too at 2.
@@ -255,15 +248,19 @@ class EngineControl(AdapterControl):
         """
         if level not in SLEEP_LEVELS:
             raise InvalidRequestError("level must be 0, 1 or 2.", param="level")
+        await self.changes.apply(SleepServer(level, mode))
+
+    async def sleep_here(self, level: int, mode: PauseMode) -> None:
+        """Let this server ``sleep``."""
         was_paused = self.is_paused
-        await self.pause(mode)
+        await self.pause_here(mode)
         if level:
             if not self.sleep_level:
                 self._stays_paused = was_paused
             self.sleep_level = level
             for watcher in self.watchers:
                 watcher.on_sleep()
-            await self._door.call(SleepModels(level))
+            await self.door.call(SleepModels(level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> Sequence[str]:
         """Allocate memory again; return the tags that are still asleep. If none is, resume.
@@ -278,12 +275,16 @@ class EngineControl(AdapterControl):
             raise InvalidRequestError(
                 f"tags must be among {', '.join(SLEEP_TAGS)}, not {unknown[0]!r}.", param="tags"
             )
-        asleep: Sequence[str] = await self._door.call(WakeModels(wanted))
+        return await self.changes.apply(WakeServer(wanted))
+
+    async def wake_here(self, tags: Sequence[str]) -> Sequence[str]:
+        """``wake_up`` this server."""
+        asleep: Sequence[str] = await self.door.call(WakeModels(tags))
         if not asleep:
             self._note_awake()
             stays_paused, self._stays_paused = self._stays_paused, False
             if not stays_paused:
-                await self.resume()
+                await self.resume_here()
         await self.refresh()
         return asleep
 
@@ -304,13 +305,13 @@ class EngineControl(AdapterControl):
     def first_name(self, model: str | None) -> str:
         """Return the first name of a model whose weights can change; None means the first one."""
         if model is None:
-            changeable = [status for status in self._door.statuses() if status.can_change]
+            changeable = [status for status in self.door.statuses() if status.can_change]
             if not changeable:
                 raise InvalidRequestError(
                     "No model whose weights can be changed is served here.", param="model"
                 )
             return changeable[0].names[0]
-        status = self._door.status_of(model)
+        status = self.door.status_of(model)
         if status is None:
             raise ModelNotFoundError(model)
         if not status.can_change:

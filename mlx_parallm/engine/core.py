@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.changes import LoadModel, UnloadModel
 from mlx_parallm.engine.commands import Abort, Call, EngineCommand, Stop, Submit
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.control_metrics import ControlMetrics
@@ -118,6 +119,7 @@ class EngineCore:
         )
         self.directory = ModelDirectory(config, self._residency, self.control)
         self.control.on_changed = self.directory.note_changed
+        self.control.models = self.directory
         self.directory.scan()
         self.died = threading.Event()
         self.ended = threading.Event()
@@ -181,7 +183,7 @@ class EngineCore:
         if self.control.is_paused:
             # An engine that is dead or asleep ends no requests, so there is nothing to wait for.
             with contextlib.suppress(EngineDeadError, InvalidRequestError):
-                await self.control.resume()
+                await self.control.resume_here()
         if not self.control.is_paused:
             await self._streams.idle.wait()
 
@@ -220,11 +222,11 @@ class EngineCore:
     async def load_model(self, load: ModelLoad) -> ModelStatus:
         """Serve one more model; return once it is loaded; see ``ModelDirectory.load``."""
         self.check_open()
-        return await self.directory.load(load)
+        return await self.control.changes.apply(LoadModel(load))
 
     async def unload_model(self, name: str) -> ModelStatus:
         """Free a model's memory once its requests have ended; see ``ModelDirectory.unload``."""
-        return await self.directory.unload(name)
+        return await self.control.changes.apply(UnloadModel(name))
 
     async def check_queue(self, model: str, client: str, n: int) -> None:
         """Refuse early what a queue has no room for; ``open_reader`` decides.

@@ -263,6 +263,14 @@ class ModelDirectory:
         logger.info("loaded %s", entry.names[0])
         return entry.status()
 
+    def is_listed(self, name: str) -> bool:
+        """True if a model has this name, loaded or not."""
+        return name in self._residency.by_name
+
+    def check_unload(self, name: str) -> None:
+        """Raise what ``unload`` would."""
+        self._unloadable(name)
+
     async def unload(self, name: str) -> ModelStatus:
         """Admit no more requests of a model, and free its memory once those have ended.
 
@@ -272,6 +280,13 @@ class ModelDirectory:
             ModelNotFoundError: none has the name.
             InvalidRequestError: it is an adapter, or cannot be unloaded.
         """
+        entry = self._unloadable(name)
+        # The model is unloaded even if the caller is cancelled.
+        await asyncio.shield(asyncio.ensure_future(self._unload(entry)))
+        logger.info("unloaded %s", entry.names[0])
+        return entry.status()
+
+    def _unloadable(self, name: str) -> ModelEntry:
         entry = self._residency.by_name.get(name)
         if entry is None:
             if not self.is_taken(name):
@@ -281,10 +296,7 @@ class ModelDirectory:
             )
         if entry.refuses_unload is not None:
             raise InvalidRequestError(f"{name} {entry.refuses_unload}", param=MODEL)
-        # The model is unloaded even if the caller is cancelled.
-        await asyncio.shield(asyncio.ensure_future(self._unload(entry)))
-        logger.info("unloaded %s", entry.names[0])
-        return entry.status()
+        return entry
 
     async def _unload(self, entry: ModelEntry) -> None:
         await self._residency.unload(entry)

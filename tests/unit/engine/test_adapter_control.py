@@ -14,9 +14,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from mlx_parallm.config import AdapterConfig, EngineConfig, ModelConfig
-from mlx_parallm.engine.adapter_control import AdapterControl, AdapterNames
+from mlx_parallm.engine.adapter_control import AdapterNames
 from mlx_parallm.engine.adapter_folders import AdapterFolders
 from mlx_parallm.engine.commands import EngineCommand, EngineDoor, LoopState
+from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.device import DeviceAdapters
 from mlx_parallm.engine.models import KindTraits, ServedModel
@@ -83,7 +84,7 @@ class TwoEncoders(EngineDoor):
         raise AssertionError
 
 
-class FoundAdapters(AdapterControl):
+class FoundAdapters(EngineControl):
     """Finds an adapter of every name."""
 
     async def read_named(self, name: str) -> AdapterUpload:
@@ -97,7 +98,7 @@ def door() -> TwoEncoders:
 
 
 @pytest.fixture
-def control(door: TwoEncoders) -> AdapterControl:
+def control(door: TwoEncoders) -> EngineControl:
     return FoundAdapters(door, AdapterConfig(), ControlMetrics(CollectorRegistry(), 8))
 
 
@@ -116,7 +117,7 @@ def check_one_owner(door: TwoEncoders, results: list[Any]) -> None:
 
 
 async def test_two_models_that_are_given_one_name_at_once_do_not_share_it(
-    door: TwoEncoders, control: AdapterControl
+    door: TwoEncoders, control: EngineControl
 ) -> None:
     upload = adapter("a", "digest-1", None)
     loads = (control.load_adapter(upload, model=name) for name in "mn")
@@ -126,14 +127,14 @@ async def test_two_models_that_are_given_one_name_at_once_do_not_share_it(
 
 
 async def test_a_name_that_is_found_for_two_models_at_once_is_one_models(
-    door: TwoEncoders, control: AdapterControl
+    door: TwoEncoders, control: EngineControl
 ) -> None:
     loads = (control.ensure_loaded("a", name) for name in "mn")
     check_one_owner(door, await asyncio.gather(*loads, return_exceptions=True))
 
 
 async def test_a_loaded_name_is_not_another_models(
-    door: TwoEncoders, control: AdapterControl
+    door: TwoEncoders, control: EngineControl
 ) -> None:
     await control.ensure_loaded("a", "m")
     await control.ensure_loaded("a", "m")
@@ -143,7 +144,7 @@ async def test_a_loaded_name_is_not_another_models(
 
 
 async def test_adapters_of_a_model_that_is_being_unloaded_are_not_listed(
-    door: TwoEncoders, control: AdapterControl
+    door: TwoEncoders, control: EngineControl
 ) -> None:
     await control.ensure_loaded("a", "m")
     await control.ensure_loaded("b", "n")
@@ -152,7 +153,7 @@ async def test_adapters_of_a_model_that_is_being_unloaded_are_not_listed(
 
 
 async def test_a_kept_adapter_is_served_until_it_is_forgotten(
-    door: TwoEncoders, control: AdapterControl, tmp_path: Path
+    door: TwoEncoders, control: EngineControl, tmp_path: Path
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     await control.keep("ft:m:a:1", "m", first)
@@ -174,7 +175,7 @@ async def test_a_kept_adapter_is_served_until_it_is_forgotten(
 
 
 async def test_other_processes_learn_of_kept_adapters_even_if_the_engine_fails(
-    door: TwoEncoders, control: AdapterControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    door: TwoEncoders, control: EngineControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     announced: list[list[str]] = []
 
@@ -196,7 +197,7 @@ async def test_other_processes_learn_of_kept_adapters_even_if_the_engine_fails(
 
 
 async def test_a_kept_adapter_waits_for_room(
-    control: AdapterControl, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    control: EngineControl, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = EngineConfig().adapters.max_loaded
     for number in range(limit):
@@ -214,7 +215,7 @@ async def test_a_kept_adapter_waits_for_room(
 
 
 async def test_a_kept_adapter_of_no_model_is_not_listed(
-    control: AdapterControl, tmp_path: Path
+    control: EngineControl, tmp_path: Path
 ) -> None:
     await control.keep("gone", "other", tmp_path / "a", loads=False)
     assert list(control.unloaded()) == []
