@@ -107,7 +107,7 @@ class EngineControl(AdapterControl):
         running: Set[str],
     ) -> None:
         """Bring the metrics up to date; ``memory`` is by model, ``running`` names adapters."""
-        requested = {each.adapter for each in self._door.open_requests() if each.adapter}
+        requested = {each.adapter for each in self.door.open_requests() if each.adapter}
         self._metrics.on_requests(running, requested - running)
         self._metrics.on_memory(memory)
         self._metrics.on_engines(engines)
