@@ -33,6 +33,8 @@ LEAST_STORE_BYTES = 16 << 20
 DEFAULT_MAX_SOURCE_LEN = 4096
 #: ``AUTO``: the ``data_parallel_size`` that stands for one engine on each NVIDIA GPU.
 AUTO = 0
+#: ``NONE_HERE``: the ``data_parallel_size`` if only engines of other machines were asked for.
+NONE_HERE = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

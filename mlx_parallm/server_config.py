@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mlx_parallm.media_limits import MediaLimits
 
@@ -49,10 +50,13 @@ class ServerConfig:
         stream_interval: tokens of a sample that a stream sends together.
         sse_keep_alive_s: a comment line is sent on a stream silent for this long; 0 is off.
         engine_process: True if the models live in a process of their own.
-        data_parallel_size: engine processes that serve the same models; 1: there is one engine; 0:
-            one for each NVIDIA GPU.
+        data_parallel_size: engine processes of this machine that serve the same models; 1: there is
+            one engine; ``AUTO``: one for each NVIDIA GPU; ``NONE_HERE``: none beside ``engines``.
+            Once they are counted (``cli.engines.with_engine_count``), those of ``engines`` too.
         data_parallel_devices: the NVIDIA GPU of each engine, by its index; those of one index share
             it. Empty: one GPU for each engine.
+        engines: HOST:PORT of each engine of another machine, which serves the same models.
+        peer_key_file: has the key that those machines know too.
         api_server_count: processes that speak HTTP; 1: the server's own.
         shutdown_timeout_s: time that running requests get to finish after SIGTERM.
         log_format: "console" or "json".
@@ -93,6 +97,8 @@ class ServerConfig:
     engine_process: bool = False
     data_parallel_size: int = 1
     data_parallel_devices: tuple[str, ...] = ()
+    engines: tuple[str, ...] = ()
+    peer_key_file: Path | None = None
     api_server_count: int = 1
     shutdown_timeout_s: float = 30.0
     root_path: str = ""

@@ -9,12 +9,20 @@ from collections.abc import Iterable
 
 def engines_of(parent: int) -> list[int]:
     """Return the ids of the engine processes of a process, in ascending order."""
+    return [pid for pid, arguments in _children(parent) if "engine_process" in arguments]
+
+
+def children_of(parent: int) -> list[int]:
+    """Return the ids of the processes that a process has started, in ascending order."""
+    return [pid for pid, _ in _children(parent)]
+
+
+def _children(parent: int) -> list[tuple[int, str]]:
     listed = subprocess.run(
         ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
     )
     rows = [line.split(None, 2) for line in listed.stdout.splitlines()]
-    engines = [row for row in rows if "engine_process" in row[2]]
-    return sorted(int(pid) for pid, own_parent, _ in engines if int(own_parent) == parent)
+    return sorted((int(pid), args) for pid, own, args in rows if int(own) == parent)
 
 
 def are_gone(processes: Iterable[int]) -> bool:

@@ -7,9 +7,12 @@ from typing import Any
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.local_life import Build, LocalLife
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.peers.life import RemoteLife
+from mlx_parallm.peers.origins import Spawned
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.kinds import ignore_progress
+from mlx_parallm.types.events import TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 
 
@@ -32,7 +35,7 @@ def remote_life(
 ) -> RemoteLife:
     """Return a life in a process of its own, in which ``scripted_process`` runs ``script``."""
     command = [sys.executable, "-m", "tests.scripted_process", script]
-    return RemoteLife(config or EngineConfig(), command, ignore_progress, **options)
+    return RemoteLife(config or EngineConfig(), Spawned(command), ignore_progress, **options)
 
 
 def remote_engine(
@@ -41,3 +44,9 @@ def remote_engine(
     """Return an engine with a ``remote_life``."""
     config = config or EngineConfig()
     return AsyncEngine(config, life=remote_life(script, config, **options))
+
+
+async def text_of(engine: AsyncEngine, request: GenerateRequest) -> str:
+    """Return what a request is answered."""
+    handle = await GENERATION.client(engine).submit(request)
+    return "".join([e.text async for e in handle.events if isinstance(e, TokenEvent)])

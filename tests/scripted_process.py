@@ -102,7 +102,7 @@ def main(script: str, *descriptors: str) -> int:
         return list(builder(FakeRunner(spell(text)))(config, families, worker, on_progress))
 
     ends = [socket.socket(fileno=int(descriptor)) for descriptor in descriptors]
-    return serve_engines(Channel(*ends), build)
+    return serve_engines(Channel(*ends), build, is_elsewhere=len(ends) == 1)
 
 
 if __name__ == "__main__":

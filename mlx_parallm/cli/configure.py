@@ -25,7 +25,7 @@ from mlx_parallm.cli.former_settings import (
 from mlx_parallm.cli.setting import DEFAULTS, ENVIRONMENT_PREFIX, GROUPS, Setting, variable_of
 from mlx_parallm.cli.setting_values import PerModel, check_owner, owner_names, per_model
 from mlx_parallm.cli.settings import SETTINGS
-from mlx_parallm.config import NO_KV_DISK, EngineConfig, ModelConfig, ModelTask
+from mlx_parallm.config import NO_KV_DISK, NONE_HERE, EngineConfig, ModelConfig, ModelTask
 from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.server_config import KEY_SCOPE, ServerConfig
 from mlx_parallm.types.errors import ConfigError
@@ -202,6 +202,8 @@ def build_config(sourced_values: Mapping[str, SourcedValue]) -> tuple[EngineConf
         ConfigError: a value is wrong; the message names the setting and where it was set.
     """
     parts = _parts(sourced_values)
+    if "engines" in parts["server"]:
+        parts["server"].setdefault("data_parallel_size", NONE_HERE)
     server = ServerConfig(**parts["server"], media=_media(parts["media"]))
     if server.allow_credentials and "*" in server.allowed_origins:
         raise ConfigError("allow-credentials needs named origins, not allowed-origins *")

@@ -16,11 +16,9 @@ from mlx_parallm.config import EngineConfig
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.machine import num_processors, visible_devices
-from mlx_parallm.peers.launch import ENGINE, module_command
-from mlx_parallm.peers.life import RemoteLife
 from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.async_engine import AsyncEngine
-from mlx_parallm.serving.parallel_engines import parallel_life
+from mlx_parallm.serving.parallel_engines import parallel_life, spawned_life
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
@@ -182,7 +180,7 @@ def _engines(engine_config: EngineConfig, server_config: ServerConfig) -> AsyncE
     if server_config.data_parallel_size > 1:
         life = parallel_life(engine_config, server_config, _ignore)
     else:
-        life = RemoteLife(engine_config, module_command(ENGINE, server_config), _ignore)
+        life = spawned_life(engine_config, server_config, _ignore)
     return AsyncEngine(engine_config, life=life)
 
 

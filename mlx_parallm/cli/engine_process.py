@@ -1,4 +1,7 @@
-"""The process ``python -m mlx_parallm.cli.engine_process``, started by ``--engine-process``."""
+"""The process ``python -m mlx_parallm.cli.engine_process``, of a server or of ``engine``.
+
+It gets two sockets of a server on this machine, or a connection to one on another.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,17 @@ from collections.abc import Sequence
 from mlx_parallm.cli.child_modules import begin
 from mlx_parallm.cli.logs import take_over_handlers
 from mlx_parallm.peers.channel import Channel
+from mlx_parallm.peers.silence import SILENCE_TIMEOUT_S
 from mlx_parallm.process_setup.device_process import prepare_device_process
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve over inherited sockets until the server sends stop, or is gone."""
-    end, files = begin(arguments)
+    ends = begin(arguments)
+    is_elsewhere = len(ends) == 1
+    channel = Channel(*ends)
+    if is_elsewhere:
+        channel.limit_silence(SILENCE_TIMEOUT_S)
     prepare_device_process()
     # These bring MLX.
     from mlx_parallm.peers.engines import serve_engines  # noqa: PLC0415
@@ -24,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
     take_over_handlers()
-    return serve_engines(Channel(end, files), build_engines, training_beside, worker_for)
+    return serve_engines(
+        channel, build_engines, training_beside, worker_for, is_elsewhere=is_elsewhere
+    )
 
 
 if __name__ == "__main__":

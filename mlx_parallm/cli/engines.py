@@ -14,11 +14,9 @@ from typing import TextIO
 
 from mlx_parallm.cli.logs import is_json, take_over_handlers
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.peers.launch import ENGINE, module_command
-from mlx_parallm.peers.life import RemoteLife
 from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.async_engine import AsyncEngine
-from mlx_parallm.serving.parallel_engines import engine_count, parallel_life
+from mlx_parallm.serving.parallel_engines import engine_count, parallel_life, spawned_life
 from mlx_parallm.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -74,8 +72,8 @@ class ProgressPrinter:
 
 
 def with_engine_count(config: ServerConfig) -> ServerConfig:
-    """Return the settings with the number of engines that ``--data-parallel-size auto`` means."""
-    count = engine_count(config.data_parallel_size, os.environ)
+    """Return the settings with the number of all engines, those of other machines included."""
+    count = engine_count(config.data_parallel_size, os.environ) + len(config.engines)
     return replace(config, data_parallel_size=count)
 
 
@@ -86,10 +84,11 @@ def open_engine(engine_config: EngineConfig, server_config: ServerConfig) -> Asy
         ConfigError: several engines are asked for that this machine or process cannot have, or
             GPUs are named for several engines and there is one.
     """
-    if server_config.data_parallel_devices and server_config.data_parallel_size == 1:
+    num_local = server_config.data_parallel_size - len(server_config.engines)
+    if server_config.data_parallel_devices and num_local <= 1:
         raise ConfigError("--data-parallel-devices needs a --data-parallel-size above 1.")
     on_progress = progress_shown()
-    if server_config.data_parallel_size > 1:
+    if server_config.data_parallel_size > 1 or server_config.engines:
         life = parallel_life(engine_config, server_config, on_progress)
         return AsyncEngine(engine_config, life=life, owns_process=True)
     # A lost rank ends the engine's process at once, and this one reports that to clients.
@@ -98,5 +97,5 @@ def open_engine(engine_config: EngineConfig, server_config: ServerConfig) -> Asy
         engine = AsyncEngine(engine_config, on_progress=on_progress, owns_process=True)
         take_over_handlers()
         return engine
-    life = RemoteLife(engine_config, module_command(ENGINE, server_config), on_progress)
+    life = spawned_life(engine_config, server_config, on_progress)
     return AsyncEngine(engine_config, life=life, owns_process=True)

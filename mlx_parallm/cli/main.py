@@ -44,6 +44,9 @@ COMMANDS: Mapping[str, Command] = {
         "serve models over HTTP with OpenAI's API",
         flags="mlx_parallm.cli.configure",
     ),
+    "engine": Command(
+        "mlx_parallm.cli.engine_listener", "start engines for servers on other machines"
+    ),
     "batch": Command("mlx_parallm.cli.batch", "answer a file of OpenAI batch lines"),
     "bench": Command("mlx_parallm.bench.cli", "measure a running server, or the engine by itself"),
     "chat": Command("mlx_parallm.cli.chat.command", "chat with a model in the terminal"),

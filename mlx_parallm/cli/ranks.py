@@ -29,6 +29,7 @@ def with_ranks(
     if launched is None:
         return engine
     refused = {
+        "--engine": bool(server.engines),
         f"--data-parallel-size {server.data_parallel_size}": server.data_parallel_size
         not in (1, AUTO),
         "--engine-process": server.engine_process,

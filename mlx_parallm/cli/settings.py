@@ -373,6 +373,14 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("data-parallel-devices", "server.data_parallel_devices", values.listed, PROCESS,
              "index of the NVIDIA GPU of each engine of --data-parallel-size. Engines with the "
              "same index share a GPU. If not given: one GPU for each engine.", metavar="INDEX"),
+    _setting("engine", "server.engines", values.listed, PROCESS,
+             "HOST:PORT at which `mlx_parallm engine` listens on another machine, which runs an "
+             "engine of the same models for this server. Several may be given. Engines of this "
+             "machine serve beside them only if --data-parallel-size is given. See "
+             "docs/scaling.md.", metavar="HOST:PORT"),
+    _setting("peer-key-file", "server.peer_key_file", values.folder, PROCESS,
+             "file with the key of --engine, which those machines must have too. Without one, only "
+             "loopback addresses can be dialled.", metavar="FILE"),
     _setting("distributed-timeout", "ranks.timeout_s", values.number(0.1), PROCESS,
              "under mlx.launch, time without progress after which a rank counts as lost, and all "
              "ranks end.", metavar="SECONDS"),

@@ -18,16 +18,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlx_parallm.distributed.addresses import find_addresses, listen
-from mlx_parallm.distributed.handshake import (
-    SECRET_BYTES,
-    Caller,
-    Exchange,
-    StrangerError,
-    StreamKind,
-    call,
-)
-from mlx_parallm.distributed.reception import Reception, all_callers
-from mlx_parallm.peers.channel import Channel, UnreadableError, pack
+from mlx_parallm.distributed.reception import KINDS, Reception, all_callers
+from mlx_parallm.peers.channel import UnreadableError, pack
+from mlx_parallm.peers.handshake import SECRET_BYTES, Caller, StrangerError, StreamKind
+from mlx_parallm.peers.network import connect, tcp_channel
 from mlx_parallm.types.errors import ConfigError, RankLostError
 
 #: ``LINK_SHARE``: the share of the seconds for joining in which rank 0 waits for the followers'
@@ -89,7 +83,7 @@ class LeaderLink:
     ) -> None:
         """Take over the connections to the followers, by rank."""
         self._ends = dict(sorted(logs.items()))
-        self._channels = {rank: _log_channel(end) for rank, end in self._ends.items()}
+        self._channels = {rank: tcp_channel(end) for rank, end in self._ends.items()}
         self.beats = dict(sorted(beats.items()))
         self._lock = threading.Lock()
         self._early: dict[int, dict[int, Any]] = {rank: {} for rank in self._ends}
@@ -132,8 +126,8 @@ class LeaderLink:
         ranks.broadcast(json.dumps(where).encode())
         ends = reception.wait(timeout_s)
         logs, beats = (
-            {caller.rank: end for caller, end in ends.items() if caller.kind is kind}
-            for kind in StreamKind
+            {caller.number: end for caller, end in ends.items() if caller.kind is kind}
+            for kind in KINDS
         )
         return cls(logs, beats)
 
@@ -213,7 +207,7 @@ class FollowerLink:
         """Take over the connections to rank 0."""
         self.rank = rank
         self.beats = beats
-        self._channel = _log_channel(log)
+        self._channel = tcp_channel(log)
 
     @classmethod
     def open(cls, ranks: Broadcast, timeout_s: float) -> FollowerLink:
@@ -286,45 +280,6 @@ def _connect_both(
         raise
 
 
-def connect(
-    address: tuple[str, int], secret: bytes, caller: Caller, timeout_s: float
-) -> socket.socket:
-    """Return a connection to rank 0, which has proven who it is.
-
-    Raises:
-        OSError: it cannot be reached.
-        StrangerError: who listens there is not rank 0.
-    """
-    until = time.monotonic() + timeout_s
-    end = socket.create_connection(address, timeout=max(timeout_s, 0.001))
-    try:
-        _shake_hands(end, call(secret, caller), until)
-        end.settimeout(None)
-    except BaseException:
-        end.close()
-        raise
-    return end
-
-
-def _shake_hands(end: socket.socket, talk: Any, until: float) -> None:
-    exchange: Exchange = next(talk)
-    with suppress(StopIteration):
-        while True:
-            end.sendall(exchange.send)
-            exchange = talk.send(_read(end, exchange.size, until))
-
-
-def _read(end: socket.socket, size: int, until: float) -> bytes:
-    data = b""
-    while len(data) < size:
-        end.settimeout(max(until - time.monotonic(), 0.001))
-        part = end.recv(size - len(data))
-        if not part:
-            raise StrangerError("it hung up")
-        data += part
-    return data
-
-
 def wait_for_end(end: socket.socket) -> None:
     """Send no more, and wait for some seconds until the other end has read everything.
 
@@ -335,9 +290,3 @@ def wait_for_end(end: socket.socket) -> None:
         end.settimeout(GOODBYE_S)
         while end.recv(1 << 16):
             pass
-
-
-def _log_channel(end: socket.socket) -> Channel:
-    if end.family in (socket.AF_INET, socket.AF_INET6):
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Channel(end, socket_bytes=None)

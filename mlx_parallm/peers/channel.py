@@ -351,6 +351,15 @@ class Channel:
             except StopIteration as end:
                 return end.value
 
+    def limit_silence(self, timeout_s: float) -> None:
+        """Take the other end for gone if not one byte comes for this long; see ``receive``.
+
+        The kernel waits, so this process may be stopped for longer: what came meanwhile counts.
+        """
+        seconds, rest = divmod(timeout_s, 1)
+        limit = struct.pack("@ll", int(seconds), int(rest * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
     def hang_up(self) -> None:
         """Close the connection for both ends, and for their threads that wait here."""
         with suppress(OSError):
@@ -359,7 +368,8 @@ class Channel:
     def close(self) -> None:
         """Hang up and free the descriptors; no thread may use the channel afterwards."""
         self.hang_up()
-        self._socket.close()
+        with self._lock:
+            self._socket.close()
         if self._files is not None:
             self._files.close()
 

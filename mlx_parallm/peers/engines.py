@@ -44,10 +44,17 @@ def serve_engines(
     build: Build,
     beside: MakeBeside = nothing_beside,
     open_worker: OpenWorker = own_worker,
+    *,
+    is_elsewhere: bool = False,
 ) -> int:
-    """Be the engines' process until ``Stop``; return the exit code. This thread owns MLX."""
+    """Be the engines' process until ``Stop``; return the exit code. This thread owns MLX.
+
+    ``is_elsewhere``: the server is on another machine and beats; the process ends if it is silent.
+    """
     start, _ = channel.receive()
     assert isinstance(start, StartEngines)
+    if is_elsewhere:
+        channel.limit_silence(start.silence_timeout_s)
     find_remote_code(start.config)
     return _EnginePeer(channel, start, build, beside, open_worker).run()
 
@@ -139,6 +146,8 @@ class _EnginePeer:
                     future.cancel()
             case Abort() | Stop():
                 self._life.put(message)
+            case Beat():
+                pass
             case command:
                 self._life.put(replace(command, reply=partial(self._reply, number)))
 

@@ -36,6 +36,7 @@ def launch(
     command: Sequence[str],
     num_sockets: int,
     environment: Mapping[str, str] = MappingProxyType({}),
+    handed: Sequence[socket.socket] = (),
 ) -> tuple[subprocess.Popen[bytes], list[socket.socket]]:
     """Start a process of this server, which ignores signals to the process group.
 
@@ -43,6 +44,7 @@ def launch(
         command: the arguments before the descriptors.
         num_sockets: how many sockets it gets.
         environment: variables besides those of this process.
+        handed: sockets of this process that it gets before these.
 
     Returns:
         The process, and the other ends of its sockets.
@@ -52,7 +54,8 @@ def launch(
     with ExitStack() as ours, ExitStack() as theirs:
         pairs = [socket.socketpair() for _ in range(num_sockets)]
         ends = [ours.enter_context(end) for end, _ in pairs]
-        descriptors = [theirs.enter_context(end).fileno() for _, end in pairs]
+        descriptors = [end.fileno() for end in handed]
+        descriptors += [theirs.enter_context(end).fileno() for _, end in pairs]
         # The signals are blocked until the process ignores them; it inherits the mask.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         try:

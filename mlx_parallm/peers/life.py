@@ -7,14 +7,12 @@ import contextlib
 import logging
 import math
 import queue
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from typing_extensions import override
@@ -22,7 +20,7 @@ from typing_extensions import override
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Abort, Call, Command, Stop, Submit
 from mlx_parallm.engine.kind import StartedModel, TellProgress
-from mlx_parallm.engine.life import END_TIMEOUT_S, QUERY_TIMEOUT_S, Deliver, EngineLife, OnLoaded
+from mlx_parallm.engine.life import QUERY_TIMEOUT_S, Deliver, EngineLife, OnLoaded
 from mlx_parallm.engine.models import Ask, EngineState
 from mlx_parallm.engine.status import Readiness, StateQuery
 from mlx_parallm.engine.thread_streams import free_streams
@@ -35,7 +33,6 @@ from mlx_parallm.peers.channel import (
     pack,
     pack_shared,
 )
-from mlx_parallm.peers.launch import DEATH_TIMEOUT_S, end, launch
 from mlx_parallm.peers.messages import (
     Beat,
     Events,
@@ -48,8 +45,9 @@ from mlx_parallm.peers.messages import (
     Withdraw,
     find_remote_code,
 )
+from mlx_parallm.peers.origins import EnginePeer, Origin
 from mlx_parallm.peers.replies import Replies
-from mlx_parallm.peers.silence import CHECKS, Pulse, watched
+from mlx_parallm.peers.silence import CHECKS, SILENCE_TIMEOUT_S, Pulse, beat, watched
 from mlx_parallm.types.errors import (
     ConfigError,
     EngineDeadError,
@@ -60,21 +58,19 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# SILENCE_TIMEOUT_S: a process that says nothing for this long, not even that it runs, is killed.
-SILENCE_TIMEOUT_S = 60.0
-# START_TIMEOUT_S: likewise while it starts and may not be able to beat; see ``Pulse``.
+# START_TIMEOUT_S: most seconds of silence while a process starts and may not be able to beat.
+# See ``Pulse``.
 START_TIMEOUT_S = 600.0
 
 
 class RemoteLife(EngineLife):
-    """Implements ``EngineLife``: every life is a process, which ends with this one."""
+    """Implements ``EngineLife``: every life has a process, which ends with this one."""
 
     def __init__(
         self,
         config: EngineConfig,
-        command: Sequence[str],
+        origin: Origin,
         on_progress: TellProgress,
-        environment: Mapping[str, str] | None = None,
         *,
         ask: Ask | None = None,
         rank: int = 0,
@@ -85,10 +81,8 @@ class RemoteLife(EngineLife):
 
         Args:
             config: what to load.
-            command: starts a process that calls ``serve_engines`` with a channel over the sockets
-                whose descriptors are its last two arguments.
+            origin: makes the process of each life.
             on_progress: hears of the load.
-            environment: variables of the process, besides this one's.
             ask: asks any of several engines of the same models, for its models; None asks this
                 one.
             rank: the engine's number among several, for messages.
@@ -97,8 +91,7 @@ class RemoteLife(EngineLife):
             query_timeout_s: see ``QUERY_TIMEOUT_S``.
         """
         self._config = config
-        self._command = command
-        self._environment = environment or {}
+        self._origin = origin
         self._ask_for_models: Ask = ask or self.ask
         self._on_progress = on_progress
         self._lock = threading.Lock()
@@ -127,20 +120,17 @@ class RemoteLife(EngineLife):
 
     @override
     def run(self, deliver: Deliver, on_loaded: OnLoaded) -> None:
-        with (
-            _spawned(self._command, self._environment) as (process, channel),
-            self._guarded(process, channel) as deadline,
-        ):
-            link, has_loaded = Link(channel), False
+        with self._origin.open() as peer, self._guarded(peer) as deadline:
+            link, has_loaded = Link(peer.channel), False
             try:
-                loaded = self._load(channel)
+                loaded = self._load(peer)
                 has_loaded = True
-                with self._sending(link, channel):
+                with self._sending(link, peer.channel):
                     on_loaded(loaded)
-                    _receive(channel, link, self._pulse, deliver)
+                    _receive(peer.channel, link, self._pulse, deliver)
             except (EOFError, OSError):
                 if not (link.is_ending or (has_loaded and deadline.is_set)):
-                    raise EngineDeadError(_last_words(process)) from None
+                    raise EngineDeadError(peer.last_words()) from None
 
     @override
     async def query(self, ask: StateQuery[T]) -> T:
@@ -192,11 +182,14 @@ class RemoteLife(EngineLife):
             if self._is_serving:
                 self._outbox.put(WithdrawnQuery(query))
 
-    def _load(self, channel: Channel) -> Sequence[StartedModel]:
+    def _load(self, peer: EnginePeer) -> Sequence[StartedModel]:
+        channel = peer.channel
         with self._lock:
             self._loading = channel
         try:
             channel.send(StartEngines(self._config, self._silence_timeout_s))
+            if peer.is_elsewhere:
+                beat(self._silence_timeout_s, lambda: channel.send(Beat()))
             while True:
                 match self._pulse.receive(channel)[0]:
                     case LoadProgress(text, fraction):
@@ -223,15 +216,15 @@ class RemoteLife(EngineLife):
         return Pulse(start_checks, Ready if ranks.size > 1 else Beat)
 
     @contextlib.contextmanager
-    def _guarded(self, process: subprocess.Popen[bytes], channel: Channel) -> Generator[_Deadline]:
+    def _guarded(self, peer: EnginePeer) -> Generator[_Deadline]:
         """Kill a process that is silent for too long, or does not end in time."""
         pulse = self._new_pulse()
 
         def kill(why: str) -> None:
-            logger.critical("engine %d %s; process %d is killed", self._rank, why, process.pid)
-            process.kill()
+            logger.critical("engine %d %s; %s is killed", self._rank, why, peer.name)
+            peer.kill()
             # A process that waits for a device may not die, and would keep its end open.
-            channel.hang_up()
+            peer.channel.hang_up()
 
         def kill_silent() -> None:
             silent_s = self._silence_timeout_s * pulse.limit / CHECKS
@@ -296,29 +289,6 @@ class _Deadline:
         """Call nothing."""
         if self._timer is not None:
             self._timer.cancel()
-
-
-@contextlib.contextmanager
-def _spawned(
-    command: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})
-) -> Generator[tuple[subprocess.Popen[bytes], Channel]]:
-    """Start a process, and yield it and the channel to it; it has ended when the block has."""
-    process, (ours, files) = launch(command, 2, environment)
-    channel = Channel(ours, files)
-    patience_s = DEATH_TIMEOUT_S
-    try:
-        yield process, channel
-        patience_s = END_TIMEOUT_S
-    finally:
-        channel.close()
-        end(process, patience_s)
-
-
-def _last_words(process: subprocess.Popen[bytes]) -> str:
-    try:
-        return f"The engine's process ended with {process.wait(DEATH_TIMEOUT_S)}."
-    except subprocess.TimeoutExpired:
-        return "The engine's process hung up."
 
 
 def _forward(outbox: queue.SimpleQueue[Any], link: Link, channel: Channel) -> None:

@@ -74,12 +74,12 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """From the engines: their process runs; see ``silence``.
+    """From the engines, and to those of other machines: the process runs; see ``silence``.
 
     ``step_s``: for how long the step in flight has run, in seconds.
     """
 
-    step_s: float
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

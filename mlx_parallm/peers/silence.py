@@ -17,6 +17,8 @@ from mlx_parallm.peers.messages import Beat, Ready
 
 logger = logging.getLogger(__name__)
 
+#: ``SILENCE_TIMEOUT_S``: a process that says nothing for so many seconds counts as dead.
+SILENCE_TIMEOUT_S = 60.0
 # CHECKS, BEATS: how often within a timeout it is asked whether something came, and beats are sent.
 CHECKS, BEATS = 4, 8
 

@@ -1,11 +1,12 @@
-"""``--data-parallel-size``: several engine processes of the same models, and what each may use."""
+"""Several engines of the same models, here and on other machines, and what each may use."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from mlx_parallm.config import AUTO, EngineConfig
 from mlx_parallm.engine.kind import TellProgress
@@ -13,8 +14,10 @@ from mlx_parallm.engine.parallel.asking import SharedAsk
 from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.machine import VISIBLE, num_processors, visible_devices
+from mlx_parallm.peers.addresses import Address, read_address
 from mlx_parallm.peers.launch import ENGINE, module_command
 from mlx_parallm.peers.life import RemoteLife
+from mlx_parallm.peers.origins import ENGINE_FLAG, Dialled, Origin, Spawned
 from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.launched import has_rank
 from mlx_parallm.types.errors import ConfigError
@@ -24,44 +27,67 @@ from mlx_parallm.worker.device.memory_limits import host_free_bytes
 THREAD_COUNTS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
+def spawned_life(
+    config: EngineConfig, server_config: ServerConfig, on_progress: TellProgress
+) -> RemoteLife:
+    """Return one engine in a process of its own; nothing is loaded yet."""
+    return RemoteLife(config, Spawned(module_command(ENGINE, server_config)), on_progress)
+
+
 def parallel_life(
     config: EngineConfig, server_config: ServerConfig, on_progress: TellProgress
 ) -> ParallelLife:
-    """Return the engines of ``--data-parallel-size``; nothing is loaded yet.
+    """Return the engines of ``--data-parallel-size`` and ``--engine``; nothing is loaded yet.
 
     Raises:
         ConfigError: mlx.launch started this process; there are fewer GPUs than engines, or not one
-            device is named for each.
+            device is named for each; an address is none, or needs a key.
     """
+    addresses = [read_address(text, ENGINE_FLAG) for text in server_config.engines]
     count = server_config.data_parallel_size
+    num_local = count - len(addresses)
     if has_rank(os.environ):
+        flag = ENGINE_FLAG if addresses else f"--data-parallel-size {count}"
         raise ConfigError(
-            f"--data-parallel-size {count} cannot be used under mlx.launch, which starts one "
-            "process for each part of one model."
+            f"{flag} cannot be used under mlx.launch, which starts one process for each part of "
+            "one model."
         )
-    devices = _devices(server_config)
-    shared = [devices.count(device) for device in devices] or [count] * count
-    command = module_command(ENGINE, server_config)
+    devices = _devices(server_config, num_local) if num_local else []
+    engines = [
+        *_local(config, module_command(ENGINE, server_config), num_local, devices),
+        *_elsewhere(config, addresses, server_config.peer_key_file),
+    ]
     ask = SharedAsk()
     lives = [
-        RemoteLife(
-            share_of(config, shared[rank]),
-            command,
-            on_progress if rank == 0 else _ignore,
-            {VISIBLE: devices[rank]} if devices else thread_share(os.environ, count),
-            ask=ask,
-            rank=rank,
-        )
-        for rank in range(count)
+        RemoteLife(share, origin, on_progress if rank == 0 else _ignore, ask=ask, rank=rank)
+        for rank, (share, origin) in enumerate(engines)
     ]
     make_router = partial(Router, count, max_num_seqs=config.scheduler.max_num_seqs)
-    free = _unknown if devices else host_free_bytes
+    free = _unknown if devices or addresses else host_free_bytes
     return ParallelLife(lives, make_router, ask=ask, seed=config.seed, read_free_bytes=free)
 
 
-def _devices(config: ServerConfig) -> list[str]:
+def _local(
+    config: EngineConfig, command: Sequence[str], count: int, devices: Sequence[str]
+) -> Generator[tuple[EngineConfig, Origin]]:
+    """Yield the settings of each engine of this machine, and where its process comes from."""
+    for rank in range(count):
+        sharing = devices.count(devices[rank]) if devices else count
+        variables = {VISIBLE: devices[rank]} if devices else thread_share(os.environ, count)
+        yield share_of(config, sharing), Spawned(command, variables)
+
+
+def _elsewhere(
+    config: EngineConfig, addresses: Sequence[Address], key_file: Path | None
+) -> Generator[tuple[EngineConfig, Origin]]:
+    """Yield likewise those of other machines; engines of one listener divide its memory."""
+    for address in addresses:
+        yield share_of(config, addresses.count(address)), Dialled(address, key_file)
+
+
+def _devices(config: ServerConfig, count: int) -> list[str]:
     """Return the GPU of each engine, by its name in ``VISIBLE``; empty without an NVIDIA GPU."""
-    count, visible = config.data_parallel_size, visible_devices(os.environ)
+    visible = visible_devices(os.environ)
     if not config.data_parallel_devices:
         if visible and len(visible) < count:
             raise ConfigError(
@@ -87,7 +113,7 @@ def engine_count(size: int, environment: Mapping[str, str]) -> int:
     ``auto`` stands for one on each GPU, and for one under mlx.launch.
     """
     if size != AUTO:
-        return size
+        return max(size, 0)
     return 1 if has_rank(environment) else max(1, len(visible_devices(environment)))
 
 

@@ -99,10 +99,11 @@ ENDS = """
 import threading
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.peers.life import RemoteLife
+from mlx_parallm.peers.origins import Spawned
 
 def live():
     import mlx_lm
-    RemoteLife(EngineConfig(), [], lambda *_: None).end()
+    RemoteLife(EngineConfig(), Spawned([]), lambda *_: None).end()
 
 thread = threading.Thread(target=live)
 thread.start()

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import pytest
 
 from mlx_parallm.distributed.addresses import LOOPBACK, Offer, listen
-from mlx_parallm.distributed.handshake import HELLO, Caller, StrangerError, StreamKind
-from mlx_parallm.distributed.link import connect
-from mlx_parallm.distributed.reception import MOST_GUESTS, Reception, all_callers
+from mlx_parallm.distributed.reception import KINDS, Reception, all_callers
+from mlx_parallm.peers.handshake import HELLO, PROTOCOL, Caller, StrangerError, StreamKind
+from mlx_parallm.peers.network import MOST_GUESTS, connect
 from mlx_parallm.types.errors import ConfigError
 from tests.fake_ranks import PATIENCE_S
 
@@ -76,7 +76,7 @@ def door() -> Iterator[Door]:
 
 
 def join_all(door: Door) -> list[socket.socket]:
-    return [door.join(caller.rank, caller.kind) for caller in all_callers(3)]
+    return [door.join(caller.number, caller.kind) for caller in all_callers(3)]
 
 
 def is_dropped(end: socket.socket) -> bool:
@@ -100,7 +100,7 @@ def test_every_connection_is_known_by_its_rank_and_its_use(door: Door) -> None:
     assert set(ends) == all_callers(3)
     for caller, end in ends.items():
         with end:
-            assert end.recv(9) == b"%d%d" % (caller.rank, caller.kind)
+            assert end.recv(9) == b"%d%d" % (caller.number, caller.kind)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_every_connection_is_known_by_its_rank_and_its_use(door: Door) -> None:
         b"\x00" * 7,
         b"GET / HTTP/1.1\r\n\r\n" * 9,
         pickle.dumps(Detonator()),
-        HELLO.pack(b"parallm1", 1, 0, bytes(32)),
-        HELLO.pack(b"parallm1", 1, 0, bytes(32)) + b"x" * 32,
-        HELLO.pack(b"parallm1", 1, 0, bytes(32)) + pickle.dumps(Detonator()) * 9,
+        HELLO.pack(PROTOCOL, 1, 0, bytes(32), bytes(32)),
+        HELLO.pack(PROTOCOL, 1, 0, bytes(32), bytes(32)) + b"x" * 32,
+        HELLO.pack(PROTOCOL, 1, 0, bytes(32), bytes(32)) + pickle.dumps(Detonator()) * 9,
     ],
     ids=["silence", "little", "http", "pickle", "hello", "wrong proof", "pickle for a proof"],
 )
@@ -155,7 +155,7 @@ def test_ranks_join_once_and_no_others_do(
     first = door.join(1, StreamKind.LOG)
     with pytest.raises((StrangerError, OSError)):
         door.join(rank, StreamKind.LOG)
-    rest = [door.join(c.rank, c.kind) for c in all_callers(3) - {Caller(1, StreamKind.LOG)}]
+    rest = [door.join(c.number, c.kind) for c in all_callers(3) - {Caller(1, StreamKind.LOG)}]
     assert f"rank {rank} has joined, or is none" in caplog.text
     for end in [first, *rest, *joined.result().values()]:
         end.close()
@@ -186,7 +186,7 @@ def test_the_guest_that_waits_longest_makes_room(
 
 def test_missing_ranks_are_named(door: Door) -> None:
     joined = door.open(30.0)
-    ends = [door.join(1, kind) for kind in StreamKind]
+    ends = [door.join(1, kind) for kind in KINDS]
     door.clock.now = 31.0
     # A connection wakes the reception, so that it reads the clock.
     with suppress(OSError):

@@ -29,10 +29,11 @@ from mlx_parallm.engine.status import Readiness, ReadMetrics
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.remote_grammars import compile_grammar
 from mlx_parallm.peers import life as remote_life_module
+from mlx_parallm.peers import origins as origins_module
 from mlx_parallm.peers.channel import Channel
 from mlx_parallm.peers.engines import ORPHANED, _EnginePeer
-from mlx_parallm.peers.launch import ENGINE, module_command
-from mlx_parallm.peers.life import SILENCE_TIMEOUT_S, RemoteLife, _spawned
+from mlx_parallm.peers.launch import ENGINE, launch, module_command
+from mlx_parallm.peers.life import RemoteLife
 from mlx_parallm.peers.messages import (
     Beat,
     Failed,
@@ -42,6 +43,8 @@ from mlx_parallm.peers.messages import (
     StartEngines,
     Withdraw,
 )
+from mlx_parallm.peers.origins import Spawned
+from mlx_parallm.peers.silence import SILENCE_TIMEOUT_S
 from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.kinds import ignore_progress
@@ -55,9 +58,8 @@ from mlx_parallm.types.errors import (
     RequestAbortedError,
 )
 from mlx_parallm.types.events import ErrorEvent, FinishReason, TokenEvent
-from mlx_parallm.types.request import GenerateRequest
 from tests.engine_action import Do
-from tests.scripted_engine import make_request, remote_engine
+from tests.scripted_engine import make_request, remote_engine, text_of
 from tests.scripted_process import (
     Unreadable,
     die,
@@ -78,11 +80,6 @@ async def engine() -> AsyncIterator[AsyncEngine]:
     await asyncio.to_thread(engine.start)
     yield engine
     await asyncio.to_thread(engine.stop)
-
-
-async def text_of(engine: AsyncEngine, request: GenerateRequest) -> str:
-    handle = await GENERATION.client(engine).submit(request)
-    return "".join([e.text async for e in handle.events if isinstance(e, TokenEvent)])
 
 
 async def test_requests_are_answered_from_another_process(engine: AsyncEngine) -> None:
@@ -219,20 +216,20 @@ async def test_a_killed_process_that_cannot_die_keeps_no_request(
     monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     # It may wait for a device: the kernel ends it only after that.
+    killed: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: killed.append(process))
     timeout_s = DEADLINE_S if how == "silence" else SILENCE_TIMEOUT_S
     engine = remote_engine(silence_timeout_s=timeout_s)  # time limit: of beats
     await asyncio.to_thread(engine.start)
     await engine.control.pause(PauseMode.KEEP)
     handle = await GENERATION.client(engine).submit(make_request())
     pid = await engine.call(Do(pid_of))
-    killed: list[subprocess.Popen[bytes]] = []
-    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: killed.append(process))
     os.kill(pid, signal.SIGSTOP)
     # A busy machine delivers the signal late; the process could still answer a stop and end.
     await asyncio.to_thread(os.waitpid, pid, os.WUNTRACED)
     if how == "silence":
         assert isinstance([event async for event in handle.events][-1], ErrorEvent)
-    monkeypatch.setattr(remote_life_module, "END_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(origins_module, "END_TIMEOUT_S", 0.1)
     stopping = asyncio.ensure_future(asyncio.to_thread(engine.stop))
     engine.stop_within(0)
     await stopping
@@ -371,14 +368,16 @@ def test_modules_are_not_found_in_the_working_directory(
         (tmp_path / f"{name}.py").write_text("raise SystemExit('of the working directory')")
     monkeypatch.chdir(tmp_path)
     config = EngineConfig(models=(ModelConfig(path=str(tmp_path / "nothing")),))
-    life = RemoteLife(config, module_command(ENGINE, ServerConfig()), ignore_progress)
+    origin = Spawned(module_command(ENGINE, ServerConfig()))
+    life = RemoteLife(config, origin, ignore_progress)
     with pytest.raises(ModelLoadError):
         AsyncEngine(config, life=life).start()
 
 
 def test_no_signal_ends_it_however_early() -> None:
     config = EngineConfig()
-    with _spawned(module_command(ENGINE, ServerConfig())) as (process, channel):
+    process, ends = launch(module_command(ENGINE, ServerConfig()), 2)
+    with closing(Channel(*ends)) as channel:
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGHUP)

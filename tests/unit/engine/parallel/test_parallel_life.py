@@ -262,7 +262,7 @@ def test_more_engines_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) 
 def devices_of(*chosen: str) -> list[str]:
     config = ServerConfig(data_parallel_size=2, data_parallel_devices=chosen)
     lives = parallel_life(EngineConfig(), config, ignore_progress)._lives
-    return [life._environment["CUDA_VISIBLE_DEVICES"] for life in lives]  # type: ignore[attr-defined]
+    return [life._origin._environment["CUDA_VISIBLE_DEVICES"] for life in lives]  # type: ignore[attr-defined]
 
 
 def test_engines_share_the_devices_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

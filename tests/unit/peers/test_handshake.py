@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from mlx_parallm.distributed.handshake import (
+from mlx_parallm.peers.handshake import (
+    ANSWER_BYTES,
     HELLO,
     NONCE_BYTES,
     PROOF_BYTES,
     PROTOCOL,
+    VERSION_BYTES,
     WELCOME,
     Caller,
     StrangerError,
@@ -40,7 +42,7 @@ def shake(
     assert next(leader).size == HELLO.size
     hello = next(follower)
     answer = leader.send(change_hello(hello.send))
-    assert hello.size == len(answer.send) == NONCE_BYTES + PROOF_BYTES
+    assert hello.size == len(answer.send) == ANSWER_BYTES
     proof = follower.send(answer.send)
     assert len(proof.send) == answer.size
     try:
@@ -71,13 +73,13 @@ def test_rank_0s_proof_does_not_pass_for_a_followers() -> None:
     next(leader)
     answer = leader.send(next(call(SECRET, BEATS_OF_2)).send)
     with pytest.raises(StrangerError, match="does not know the secret"):
-        leader.send(answer.send[NONCE_BYTES:])
+        leader.send(answer.send[-PROOF_BYTES:])
 
 
 def test_a_proof_holds_for_one_rank_and_one_stream_only() -> None:
     def claims_rank_3(hello: bytes) -> bytes:
-        protocol, _, kind, nonce = HELLO.unpack(hello)
-        return HELLO.pack(protocol, 3, kind, nonce)
+        protocol, _, *rest = HELLO.unpack(hello)
+        return HELLO.pack(protocol, 3, *rest)
 
     with pytest.raises(StrangerError, match="does not know the secret"):
         shake(SECRET, SECRET, change_hello=claims_rank_3)
@@ -98,11 +100,11 @@ def test_a_proof_cannot_be_used_again() -> None:
 @pytest.mark.parametrize(
     "hello",
     [
-        b"GET / HTTP/1.1\r\nHost: 127.0.0.1:5000\r\nAccept: */*"[: HELLO.size],
-        HELLO.pack(b"parallm0", 2, 1, bytes(NONCE_BYTES)),
-        HELLO.pack(PROTOCOL, 2, 9, bytes(NONCE_BYTES)),
+        (b"GET / HTTP/1.1\r\nHost: 127.0.0.1:5000\r\n" * 3)[: HELLO.size],
+        HELLO.pack(b"parallm0", 2, 1, bytes(VERSION_BYTES), bytes(NONCE_BYTES)),
+        HELLO.pack(PROTOCOL, 2, 9, bytes(VERSION_BYTES), bytes(NONCE_BYTES)),
     ],
-    ids=["http", "version", "stream"],
+    ids=["http", "protocol", "stream"],
 )
 def test_other_protocols_are_refused(hello: bytes) -> None:
     leader = greet(SECRET)
@@ -114,3 +116,23 @@ def test_other_protocols_are_refused(hello: bytes) -> None:
 def test_a_follower_needs_to_be_welcomed() -> None:
     with pytest.raises(StrangerError, match="does not welcome"):
         shake(SECRET, SECRET, welcome=b"X")
+
+
+def test_both_ends_name_another_release_once_they_have_proven_the_secret() -> None:
+    server, engine = call(SECRET, BEATS_OF_2, "0.2.0"), greet(SECRET, "0.1.0")
+    next(engine)
+    proof = server.send(engine.send(next(server).send).send)
+    with pytest.raises(StrangerError, match=r"it is of release 0\.2\.0, and this end of 0\.1\.0"):
+        engine.send(proof.send)
+    # It is not welcomed, so nothing is read.
+    assert proof.size == 0
+    with pytest.raises(StrangerError, match=r"it is of release 0\.1\.0, and this end of 0\.2\.0"):
+        server.send(b"")
+
+
+def test_a_stranger_of_another_release_is_only_a_stranger() -> None:
+    engine = greet(SECRET, "0.1.0")
+    next(engine)
+    proof = engine.send(next(call(SECRET, BEATS_OF_2, "0.2.0")).send)
+    with pytest.raises(StrangerError, match="does not know the secret"):
+        engine.send(bytes(proof.size))
