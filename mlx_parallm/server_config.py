@@ -59,6 +59,8 @@ class ServerConfig:
         peer_key_file: has the key that those machines know too.
         api_server_count: processes that speak HTTP; 1: the server's own.
         shutdown_timeout_s: time that running requests get to finish after SIGTERM.
+        shutdown_delay_s: time after SIGTERM in which requests are still served, while /health and
+            /ready answer 503; no connection is accepted after it. 0: none.
         log_format: "console" or "json".
     """
 
@@ -101,6 +103,7 @@ class ServerConfig:
     peer_key_file: Path | None = None
     api_server_count: int = 1
     shutdown_timeout_s: float = 30.0
+    shutdown_delay_s: float = 0.0
     root_path: str = ""
     log_level: str = "info"
     log_format: str = "console"

@@ -146,6 +146,7 @@ def create_app(
     app.state.training = _training(app, engine, config)
     app.state.jobs = _jobs(app, engine, config)
     app.state.load_log = LoadLog(engine)
+    app.state.is_leaving = False
     app.state.counts = RequestCounts()
     if app.state.batches is not None:
         app.router.routes += routes_of(STORING_SLICES)

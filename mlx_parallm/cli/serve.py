@@ -16,6 +16,7 @@ from functools import partial
 import uvloop
 from fastapi import FastAPI
 from starlette.types import ASGIApp
+from typing_extensions import override
 
 from mlx_parallm.api.app import answers_in_any_process, create_app
 from mlx_parallm.api.http.auth import is_loopback
@@ -54,6 +55,8 @@ HANGUP = signal.SIGHUP
 # NOTICE_S: time from the engine's death to the server's end. Requests and /health are answered with
 # 503 until then, so that proxies that poll it see more than refused connections.
 NOTICE_S = 1.0
+# LAST_REQUESTS_S: time that requests get to arrive on connections that were accepted last.
+LAST_REQUESTS_S = 0.5
 # STOP_TIMEOUT_S: time that HTTP processes get to end: connections may be flushed until then.
 STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 5
 # KILL_TIMEOUT_S: time that a killed engine gets to be gone.
@@ -166,7 +169,7 @@ class EngineServer:
         self._ending: asyncio.Task[None] | None = None
         # Set by a second signal.
         self._is_forced = asyncio.Event()
-        app = create_app(engine, config, max_waiting=max_waiting, bound_to=bound_to)
+        app = self._app = create_app(engine, config, max_waiting=max_waiting, bound_to=bound_to)
         self._http = (
             _SharedHttp(app, engine, config, max_waiting, bound_to)
             if config.api_server_count > 1
@@ -230,10 +233,10 @@ class EngineServer:
 
     def _on_signal(self) -> None:
         if self._ending is None:
-            logger.info(
-                "shutting down: running requests have %gs to finish",
-                self._config.shutdown_timeout_s,
-            )
+            delay_s, timeout_s = self._config.shutdown_delay_s, self._config.shutdown_timeout_s
+            if delay_s:
+                logger.info("/ready and /health answer 503; requests are served for %gs", delay_s)
+            logger.info("shutting down: running requests have %gs to finish", timeout_s)
             self._ending = asyncio.get_running_loop().create_task(self._drain())
         else:
             self._ending.cancel()
@@ -241,6 +244,12 @@ class EngineServer:
             self._http.uvicorn.should_exit = self._http.uvicorn.force_exit = True
 
     async def _drain(self) -> None:
+        delay_s = self._config.shutdown_delay_s
+        if delay_s:
+            self._app.state.is_leaving = True
+            await asyncio.sleep(delay_s)
+            self._http.stop_listening()
+            await asyncio.sleep(LAST_REQUESTS_S)
         await self._engine.drain(self._config.shutdown_timeout_s)
         self._http.uvicorn.should_exit = True
 
@@ -282,6 +291,10 @@ class _OwnHttp:
         """Serve until ``uvicorn.should_exit``."""
         await self.uvicorn.serve(sockets=list(listeners))
 
+    def stop_listening(self) -> None:
+        """Refuse connections; those that are there are served."""
+        self.uvicorn.stop_listening()
+
 
 class _SharedHttp(_OwnHttp):
     """HTTP in processes of ``--api-server-count``, and in this one what they do not answer."""
@@ -314,22 +327,31 @@ class _SharedHttp(_OwnHttp):
         )
         self.uvicorn = self._connections.uvicorn
         self._is_listening = True
+        self._listeners: Sequence[socket.socket] = ()
 
     async def run(self, listeners: Sequence[socket.socket]) -> None:
         """Serve until ``uvicorn.should_exit``."""
         loop = asyncio.get_running_loop()
         serving = loop.create_task(self._connections.run())
         await self._processes.start()
+        self._listeners = listeners
         for listener in listeners:
             listener.setblocking(False)
             listener.listen(BACKLOG)
             loop.add_reader(listener, self._accept, listener)
         await serving
-        self._is_listening = False
-        for listener in listeners:
-            loop.remove_reader(listener)
-            listener.close()
+        self.stop_listening()
         await self._processes.stop(0 if self.uvicorn.force_exit else STOP_TIMEOUT_S)
+
+    @override
+    def stop_listening(self) -> None:
+        self._is_listening = False
+        listeners, self._listeners = self._listeners, ()
+        for listener in listeners:
+            # A connection in the backlog would be reset.
+            self._accept(listener)
+            asyncio.get_running_loop().remove_reader(listener)
+            listener.close()
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(BACKLOG):

@@ -405,6 +405,10 @@ SETTINGS: tuple[Setting, ...] = (
              metavar="FOLDER"),
     _setting("shutdown-timeout", "server.shutdown_timeout_s", values.number(0), PROCESS,
              "time that running requests get to finish after SIGTERM.", metavar="SECONDS"),
+    _setting("shutdown-delay", "server.shutdown_delay_s", values.number(0), PROCESS,
+             "time after SIGTERM in which requests are still served, while /health and /ready "
+             "answer 503, so that balancers stop sending some; connections are refused after it.",
+             metavar="SECONDS"),
     _setting("restart-engine", "engine.restart_on_failure", values.boolean, PROCESS,
              "restart the engine if it dies, instead of ending the process."),
     _setting("log-level", "server.log_level",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -108,7 +107,7 @@ def adapters_of_requests(http: httpx2.Client) -> dict[str, str]:
         if family.name == "vllm:lora_requests_info"
     )
     (sample,) = family.samples
-    assert 0 <= time.time() - sample.value < 600
+    assert sample.value > 1.7e9
     return sample.labels
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import httpx2
 import openai
 import pytest
 
+from mlx_parallm.api.app import SLICES, STORING_SLICES, routes_of
 from mlx_parallm.peers import child_process
 from tests.server_process import ROOT, ServerProcess
 
@@ -184,6 +188,85 @@ def test_sigterm_lets_a_running_request_finish_and_exits_zero() -> None:
         last = [chunk for chunk in stream if chunk.choices][-1]
     assert last.choices[0].finish_reason == "length"
     assert server.stop() == 0
+
+
+#: Routes by which balancers learn whether to send requests.
+PROBES = ("/health", "/ping", "/ready", "/health_generate", "/v2/health/ready")
+ENDLESS = {"prompt": "1,", "max_tokens": 600, "ignore_eos": True}
+
+
+def statuses(server: ServerProcess) -> set[int]:
+    """Return the statuses of all probes."""
+    return {httpx2.get(f"{server.url}{path}").status_code for path in PROBES}
+
+
+def accepts(server: ServerProcess) -> bool:
+    """True if the server takes connections."""
+    try:
+        with socket.create_connection(("127.0.0.1", server.port)):
+            return True
+    except ConnectionRefusedError:
+        return False
+
+
+@contextmanager
+def streaming(server: ServerProcess) -> Iterator[Iterator[str]]:
+    """Yield the lines of a stream that has begun."""
+    url = f"{server.url}/v1/completions"
+    with httpx2.stream("POST", url, json=ENDLESS | {"stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        yield lines
+
+
+def test_probes_say_that_the_server_drains_before_connections_are_refused() -> None:
+    server = ServerProcess()
+    server.wait_until_ready()
+    with streaming(server) as lines:
+        server.process.terminate()
+        while httpx2.get(f"{server.url}/health").status_code == 200:
+            pass
+        assert statuses(server) == {503}
+        refused = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "1"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert server.stop() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--api-server-count", "2")], ids=["one", "two"])
+def test_requests_are_served_until_balancers_know(flags: tuple[str, ...]) -> None:
+    server = ServerProcess(*flags, "--shutdown-delay", "3600")
+    server.wait_until_ready()
+    server.process.terminate()
+    while httpx2.get(f"{server.url}/ready").status_code == 200:
+        pass
+    assert statuses(server) == {503}
+    body = {"prompt": "1", "max_tokens": 1}
+    assert httpx2.post(f"{server.url}/v1/completions", json=body).status_code == 200
+    server.process.terminate()
+    assert server.stop() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--api-server-count", "2")], ids=["one", "two"])
+def test_after_the_delay_connections_are_refused_and_streams_end(flags: tuple[str, ...]) -> None:
+    server = ServerProcess(*flags, "--shutdown-delay", "0.1")
+    server.wait_until_ready()
+    with streaming(server) as lines:
+        server.process.terminate()
+        while accepts(server):
+            pass
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert server.stop() == 0
+
+
+def test_all_probes_are_listed() -> None:
+    routes = routes_of(SLICES + STORING_SLICES)
+    paths = {route.path for route in routes if re.search("health|ready$|/ping$", route.path)}
+    # Whether the server has to be started again, and whether a net is loaded, are other questions.
+    others = {path for path in paths if path == "/v2/health/live" or "/models/" in path}
+    assert paths - others == set(PROBES)
 
 
 @pytest.mark.parametrize(

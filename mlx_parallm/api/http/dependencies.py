@@ -10,6 +10,7 @@ from mlx_parallm.api.http.auth import caller_of
 from mlx_parallm.api.http.scopes import engine_for
 from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient, RequestClient
+from mlx_parallm.types.errors import ShuttingDownError
 
 
 async def get_config(request: Request) -> ServerConfig:
@@ -41,9 +42,24 @@ async def get_engine(request: Request) -> EngineClient:
     return cast("EngineClient", await get_requests(request))
 
 
+async def get_open_engine(request: Request) -> EngineClient:
+    """Return the engine, for routes by which balancers learn whether to send requests.
+
+    Raises:
+        ShuttingDownError: no more are to be sent, though some may still be admitted.
+        EngineDeadError: none is admitted.
+    """
+    engine = await get_engine(request)
+    engine.check_open()
+    if request.app.state.is_leaving:
+        raise ShuttingDownError("The server is about to shut down.")
+    return engine
+
+
 # These take the request alone, so that routes may be called directly; see ``direct_call``.
 RequestsDep = Annotated[RequestClient, Depends(get_requests)]
 EngineDep = Annotated[EngineClient, Depends(get_engine)]
+OpenEngineDep = Annotated[EngineClient, Depends(get_open_engine)]
 ConfigDep = Annotated[ServerConfig, Depends(get_config)]
 ClientDep = Annotated[str, Depends(get_client)]
 MaxWaitingDep = Annotated[int | None, Depends(get_max_waiting)]

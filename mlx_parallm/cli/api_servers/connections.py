@@ -37,6 +37,11 @@ class UvicornServer(uvicorn.Server):
         await super().startup(sockets)
         self.is_up.set()
 
+    def stop_listening(self) -> None:
+        """Refuse connections; those that are there are served."""
+        for server in self.servers if self.is_up.is_set() else ():
+            server.close()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn; if the end is forced, requests end as if their clients had left.
 

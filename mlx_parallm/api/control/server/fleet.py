@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, StrictStr
 from mlx_parallm import __version__
 from mlx_parallm.api.control.weights.schema import MAX_PATH_CHARS
 from mlx_parallm.api.http.declared import Access
-from mlx_parallm.api.http.dependencies import EngineDep
+from mlx_parallm.api.http.dependencies import EngineDep, OpenEngineDep
 from mlx_parallm.api.http.forms import OpenForm
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
@@ -110,9 +110,8 @@ class Workers(BaseModel):
 
 
 @routes.get("/health_generate", response_class=Response)
-async def health_generate(request: Request, engine: EngineDep) -> Response:
+async def health_generate(request: Request, engine: OpenEngineDep) -> Response:
     """Answer 200 if a token can be generated (SGLang); a busy or paused server is not tried."""
-    engine.check_open()
     if not engine.control.is_paused and not (await engine.load()).num_running:
         await _make_token(engine, f"health-{request.state.answer_id}")
     return Response(status_code=200)

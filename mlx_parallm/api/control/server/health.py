@@ -13,7 +13,7 @@ from mlx_parallm import __version__
 from mlx_parallm.api.control.server.process_usage import usage_families
 from mlx_parallm.api.control.server.schema import LoadResponse, ReadyResponse
 from mlx_parallm.api.http.declared import Access
-from mlx_parallm.api.http.dependencies import EngineDep
+from mlx_parallm.api.http.dependencies import EngineDep, OpenEngineDep
 from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.request_counts import RequestCounts
@@ -26,32 +26,29 @@ routes = Routes(SERVER, access=Access.OPEN)
 
 
 @routes.get("/health", is_polled=True, response_class=Response)
-async def health(engine: EngineDep) -> Response:
+async def health(_engine: OpenEngineDep) -> Response:
     """Answer 200 with no body while requests are admitted, else 503 with the reason.
 
-    Requests are refused once the engine is dead or the server is stopping, so that a proxy or load
-    balancer sends no new requests while running ones finish.
+    It is 503 once the engine is dead or the server is stopping, so that a proxy or load balancer
+    sends no new requests while running ones finish.
     """
-    engine.check_open()
     return Response(status_code=200)
 
 
 @routes.get("/ping", is_polled=True, response_class=Response)
 @routes.post("/ping", is_polled=True, response_class=Response)
-async def ping(engine: EngineDep) -> Response:
+async def ping(_engine: OpenEngineDep) -> Response:
     """Answer as ``/health`` does, under SageMaker's name."""
-    engine.check_open()
     return Response(status_code=200)
 
 
 @routes.get("/ready", is_polled=True)
-async def ready(engine: EngineDep) -> ReadyResponse:
+async def ready(engine: OpenEngineDep) -> ReadyResponse:
     """Report how many engines get requests; 503 with the reason if none does.
 
     An engine that is started anew counts once it has the weights and adapters of the others. A
     pause does not change the answer, so that the request that ends it reaches the server.
     """
-    engine.check_open()
     readiness = engine.readiness()
     num_ready = sum(each is Readiness.READY for each in readiness)
     if not num_ready:

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_parallm import __version__
 from mlx_parallm.api.http.declared import INPUT, Access
-from mlx_parallm.api.http.dependencies import ClientDep, EngineDep, get_requests
+from mlx_parallm.api.http.dependencies import ClientDep, EngineDep, OpenEngineDep, get_requests
 from mlx_parallm.api.http.json_body import tell_ignored
 from mlx_parallm.api.http.offload import on_body
 from mlx_parallm.api.http.openapi import NETS as GROUP
@@ -77,12 +77,11 @@ async def server_live(engine: EngineDep) -> ServerLive:
 
 
 @routes.get("/v2/health/ready", access=Access.OPEN, is_polled=True, in_any_process=False)
-async def server_ready(engine: EngineDep) -> ServerReady:
+async def server_ready(engine: OpenEngineDep) -> ServerReady:
     """Answer 200 while an engine is ready, else 503 with the reason; a pause changes nothing.
 
     It is as ``GET /ready``, so that the request that ends a pause reaches the server.
     """
-    engine.check_open()
     readiness = engine.readiness()
     if Readiness.READY not in readiness:
         raise EngineDeadError(f"No engine is ready: 0 of {len(readiness)}.")
