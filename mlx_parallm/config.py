@@ -149,6 +149,28 @@ class CacheConfig:
             raise ConfigError(f"--kv-host-bytes must be 0, or at least {least}.")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVPeersConfig:
+    """KV of other servers.
+
+    Attributes:
+        urls: of the servers whose KV is used; empty for none.
+        key: what these servers are sent as a key; None for none.
+        is_served: True if other servers get KV.
+        across_devices: True if KV of other kinds of devices counts as equal.
+    """
+
+    urls: tuple[str, ...] = ()
+    key: str | None = field(default=None, repr=False)
+    is_served: bool = False
+    across_devices: bool = False
+
+    @property
+    def is_used(self) -> bool:
+        """True if KV is taken from other servers, or given to them."""
+        return bool(self.urls) or self.is_served
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryBound:
     """Most memory that models may take on a device: a size in bytes, or a share of what is there.
@@ -416,6 +438,7 @@ class EngineConfig:
     kernel_cache_dir: str | None = None
     enable_prompt_embeds: bool = False
     ranks: RanksConfig = field(default_factory=RanksConfig)
+    kv_peers: KVPeersConfig = field(default_factory=KVPeersConfig)
 
     def max_len_of(self, model: ModelConfig, own: int | None) -> int | None:
         """Return the context cap, in tokens, of a model whose own context length is ``own``."""

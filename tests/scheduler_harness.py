@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.kv_cache.peer.exports import Exports
 from mlx_parallm.generation.kv_cache.snapshots import StateSnapshots
 from mlx_parallm.generation.kv_cache.stores import BlockStore
 from mlx_parallm.generation.kv_cache.tiers import Tiers
@@ -113,6 +114,7 @@ class SchedulerHarness:
         num_snapshots: int = 3,
         snapshot_tokens: int = 12,
         has_kv: bool = True,
+        exports: Exports | None = None,
     ) -> None:
         self.speculative = speculative
         self.has_state, self.keeps_states = has_state, keeps_states
@@ -122,7 +124,7 @@ class SchedulerHarness:
         self.block_size = block_size
         self.now_s = 0.0
         self.stores = stores
-        has_stores = bool(stores) and caching
+        has_stores = (bool(stores) or exports is not None) and caching
         draft = None
         if speculative is not None and speculative.model is not None:
             draft = PendingContent("draft")
@@ -132,6 +134,7 @@ class SchedulerHarness:
                 block_bytes=100,
                 state_bytes=250 if has_state else 0,
                 draft=draft,
+                exports=exports,
                 min_saved=1,
                 min_fetched=1,
                 clock=lambda: self.now_s,

@@ -93,6 +93,8 @@ SLICES = (
 )
 #: Those of applications with a data folder.
 STORING_SLICES = ("files.routes", "files.batches")
+#: Those of applications with ``--kv-serve``.
+KV_SLICES = ("kv.routes",)
 
 
 class Application(FastAPI):
@@ -150,6 +152,8 @@ def create_app(
     app.state.counts = RequestCounts()
     if app.state.batches is not None:
         app.router.routes += routes_of(STORING_SLICES)
+    if engine.config.kv_peers.is_served:
+        app.router.routes += routes_of(KV_SLICES)
     install_error_handlers(app)
     _add_middleware(app, config, checked_hosts(config, bound_to))
     return app

@@ -22,6 +22,7 @@ from mlx_parallm.cli.former_settings import (
     overridden_by,
     warning_of,
 )
+from mlx_parallm.cli.kv_peers import checked_peers
 from mlx_parallm.cli.setting import DEFAULTS, ENVIRONMENT_PREFIX, GROUPS, Setting, variable_of
 from mlx_parallm.cli.setting_values import PerModel, check_owner, owner_names, per_model
 from mlx_parallm.cli.settings import SETTINGS
@@ -37,7 +38,16 @@ logger = logging.getLogger(__name__)
 MODEL = "model"
 MODELS_ARGUMENT = "models"
 #: ``ENGINE_PARTS``: the parts of the configuration that are fields of ``EngineConfig``.
-ENGINE_PARTS = ("adapters", "loading", "ranks", "cache", "memory", "encoders", "scheduler")
+ENGINE_PARTS = (
+    "adapters",
+    "loading",
+    "ranks",
+    "cache",
+    "memory",
+    "kv_peers",
+    "encoders",
+    "scheduler",
+)
 #: ``ACCEPTED``: every setting that is read, by its present or a former name.
 ACCEPTED = (*SETTINGS, *(former.setting for former in FORMER_SETTINGS))
 CONFIG_VARIABLE = ENVIRONMENT_PREFIX + "CONFIG"
@@ -226,7 +236,7 @@ def build_config(sourced_values: Mapping[str, SourcedValue]) -> tuple[EngineConf
         **{part: type(DEFAULTS[part])(**parts[part]) for part in ENGINE_PARTS},
         **parts["engine"],
     )
-    return engine, server
+    return replace(engine, kv_peers=checked_peers(engine, server)), server
 
 
 def _parts(sourced_values: Mapping[str, SourcedValue]) -> dict[str, dict[str, Any]]:

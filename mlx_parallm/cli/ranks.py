@@ -35,6 +35,8 @@ def with_ranks(
         "--engine-process": server.engine_process,
         "--restart-engine": engine.restart_on_failure,
         "--kv-disk": engine.cache.kv_disk is not None,
+        "--kv-peers": bool(engine.kv_peers.urls),
+        "--kv-serve": engine.kv_peers.is_served,
         "--kv-host-bytes": engine.cache.kv_host_bytes != 0,
         "--speculative-config with a draft model": engine.speculative is not None
         and engine.speculative.model is not None,

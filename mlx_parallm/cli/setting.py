@@ -13,6 +13,7 @@ from mlx_parallm.config import (
     CacheConfig,
     EncoderConfig,
     EngineConfig,
+    KVPeersConfig,
     LoadingConfig,
     MemoryConfig,
     ModelConfig,
@@ -47,7 +48,8 @@ class Setting:
     Attributes:
         name: the flag without its dashes, and the key in a file.
         target: ``part.field`` of the configuration; parts are model, adapters, loading, cache,
-            scheduler, encoders, engine, server and media. Empty: only ``shares`` has fields.
+            kv_peers, scheduler, encoders, engine, server and media. Empty: only ``shares`` has
+            fields.
         parse: returns the field's value for a text or a file's value.
         group: its heading in ``--help``.
         help: a description.
@@ -115,6 +117,7 @@ DEFAULTS: dict[str, Any] = {
     "model": ModelConfig(),
     "cache": CacheConfig(),
     "memory": MemoryConfig(),
+    "kv_peers": KVPeersConfig(),
     "scheduler": SchedulerConfig(),
     "adapters": AdapterConfig(),
     "encoders": EncoderConfig(),

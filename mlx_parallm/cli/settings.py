@@ -209,6 +209,18 @@ SETTINGS: tuple[Setting, ...] = (
              "on an NVIDIA GPU, most bytes of evicted KV that each engine keeps in host memory, "
              "such as 32GiB; 0 keeps none. Elsewhere the device and the host share their memory, "
              "so that --kv-cache-memory-bytes is the setting for more.", metavar="SIZE"),
+    _setting("kv-peers", "kv_peers.urls", values.listed, MEMORY,
+             "addresses of servers with --kv-serve, such as http://10.0.0.2:8000, or a name's as "
+             "dns://NAME:PORT: prefixes that they have of the same model are read from them "
+             "instead of computed, if that is faster. Trusted servers only: what they send cannot "
+             "be checked. See docs/memory.md.", metavar="URL"),
+    _setting("kv-serve", "kv_peers.is_served", values.boolean, MEMORY,
+             "let servers that hold the admin key read the KV of prefixes from this one, by "
+             "/v1/kv/blocks. Whoever can read it can learn the prompts."),
+    _setting("kv-across-devices", "kv_peers.across_devices", values.boolean, MEMORY,
+             "with --kv-peers or --kv-serve: take KV of another kind of device, such as that of an "
+             "NVIDIA GPU on a Mac, for equal. Its bits differ, so tokens may. All servers need "
+             "the flag."),
     _setting("state-cache-memory", "cache.state_cache_bytes", values.size_or_none, MEMORY,
              "models with a recurrent or convolution state (Qwen3.5, Granite 4, Mamba and others): "
              "part of a model's KV memory, in each engine, that keeps the states after cached "

@@ -179,6 +179,8 @@ def assembled(
         refuses_unload=None if context.worker.ranks is None else DIVIDED,
     )
     identity = _identity(loaded, plan, context.worker.ranks)
+    if context.settings.kv_peers.across_devices:
+        identity = identity.across_devices()
     policies = kept or Policies(
         model=loaded.name,
         store=adapters,
@@ -390,6 +392,7 @@ def _open_tiers(
 ) -> Tiers | None:
     return open_tiers(
         context.settings.cache,
+        context.settings.kv_peers,
         owner=identity.digest,
         block_bytes=loaded.kv.block_bytes,
         state_bytes=info.state_bytes,

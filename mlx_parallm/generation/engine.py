@@ -43,6 +43,7 @@ from mlx_parallm.types.step import (
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.kind import BuiltModel
+    from mlx_parallm.generation.kv_cache.peer.exports import Exports
     from mlx_parallm.worker.generation.warm_up import WarmUp
 
 logger = logging.getLogger(__name__)
@@ -151,6 +152,11 @@ class GenerationEngine(ServedEngine):
         return self._pace.seconds
 
     @property
+    def exports(self) -> Exports | None:
+        """Return what answers other servers' requests for KV; None if they may have none."""
+        return None if self._tiers is None else self._tiers.exports
+
+    @property
     @override
     def waiting_since_s(self) -> float:
         """Streams wait always."""
@@ -241,6 +247,8 @@ class GenerationEngine(ServedEngine):
         """Return True if a step would run or end anything."""
         if self.is_paused:
             return False
+        if self._tiers is not None and self._tiers.has_asked:
+            return True
         return self._scheduler.has_work() or self._in_flight is not None
 
     def prepare(self) -> bool:
@@ -362,6 +370,8 @@ class GenerationEngine(ServedEngine):
             # If a step is in flight, the time since the last step ended belongs to this one.
             begin_s = self._clock() if self._in_flight is None else self._counted_s
             with self._tracer.span(Phase.SCHEDULE):
+                if self._tiers is not None:
+                    self._tiers.answer_peers()
                 batch = self._scheduler.schedule()
             if batch is None and self._in_flight is None:
                 return None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.directory import ModelDirectory
 from mlx_parallm.engine.kind import ModelLoad
-from mlx_parallm.engine.models import ModelMemory
+from mlx_parallm.engine.models import EngineState, ModelMemory
 from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.engine.status import EngineLoad, EngineReport, ModelStatus, Readiness, RequestDoor
 from mlx_parallm.generation.model import GenerationModel
@@ -88,6 +89,14 @@ class EngineClient(RequestClient, Protocol):
         Raises:
             ModelNotFoundError: none has the name.
             InvalidRequestError: it is an adapter, or cannot be unloaded.
+        """
+        ...
+
+    def ask(self, question: Callable[[EngineState], Any], /, key: Hashable = None) -> Future[Any]:
+        """Ask any of the engines that serve; see ``Ask``.
+
+        Raises:
+            EngineDeadError: no engines are there.
         """
         ...
 

@@ -10,7 +10,7 @@ import hashlib
 import secrets
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
@@ -152,6 +152,11 @@ class Identity:
     state_layout: str
     rank: int
     world_size: int
+
+    def across_devices(self) -> Identity:
+        """Return what devices of different kinds have in common, whose numbers differ slightly."""
+        choices = {"draft": self.choices.get("draft")}
+        return replace(self, device="any", choices=choices, attention="any")
 
     @property
     def digest(self) -> str:

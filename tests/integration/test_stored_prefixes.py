@@ -17,6 +17,7 @@ from mlx_parallm.config import SpeculativeConfig
 from mlx_parallm.generation.device_runner import DeviceRunner
 from mlx_parallm.generation.kv_cache.disk.store import DiskStore
 from mlx_parallm.generation.kv_cache.host_store import HostStore
+from mlx_parallm.generation.kv_cache.peer.exports import Exports
 from mlx_parallm.generation.kv_cache.stores import BlockStore
 from mlx_parallm.generation.kv_cache.tiers import Tiers
 from mlx_parallm.types.content import PendingContent
@@ -70,6 +71,7 @@ class StoredSession(Session):
         *,
         speculative: SpeculativeConfig | None = None,
         digest: str | None = "weights",
+        exports: Exports | None = None,
     ) -> None:
         runner = make_runner()
         self.device = OneModel(runner)
@@ -81,6 +83,7 @@ class StoredSession(Session):
             block_bytes=1,
             state_bytes=runner.info.state_bytes,
             draft=PendingContent("draft") if has_draft else None,
+            exports=exports,
             min_saved=1,
             min_fetched=1,
         )

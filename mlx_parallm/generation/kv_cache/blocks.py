@@ -82,6 +82,10 @@ class BlockPool:
         """Return the block with this content, owned or cached."""
         return self._by_content.get(content)
 
+    def contents(self) -> list[bytes]:
+        """Return the contents of all blocks that have one; any thread may call it."""
+        return list(self._by_content)
+
     def is_cached(self, block: int) -> bool:
         """Return True if a block has a content and no owner."""
         return block in self._cached

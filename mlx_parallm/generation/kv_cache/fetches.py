@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -86,6 +87,11 @@ class ChainFetch:
         return self.runs if self.state is None else (*self.runs, self.state)
 
     @property
+    def places(self) -> frozenset[str]:
+        """The tiers that it is read from, which are of different speeds."""
+        return frozenset(run.store.tier for run in self._parts)
+
+    @property
     def contents(self) -> list[bytes]:
         """The contents of its blocks."""
         return [content for run in self.runs for content in run.contents]
@@ -161,6 +167,18 @@ class UnitPace:
         return None if self._unit_s is None else count * self._unit_s
 
 
+class ReadPace(UnitPace):
+    """Measures reads from the same places.
+
+    Attributes:
+        read_s: when the latest one ended.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read_s = -math.inf
+
+
 class FetchQueue:
     """Reads chains within a bound of host memory, in the order in which they were asked for.
 
@@ -180,9 +198,7 @@ class FetchQueue:
         self._clock = clock
         self.computing = UnitPace()
         self.encoding = UnitPace()
-        self._reading = UnitPace()
-        # When the latest read ended.
-        self._read_s = clock()
+        self._reading: defaultdict[frozenset[str], ReadPace] = defaultdict(ReadPace)
         self._queued: deque[ChainFetch] = deque()
         # Chains that were begun, until they are released.
         self._held: list[ChainFetch] = []
@@ -233,8 +249,9 @@ class FetchQueue:
 
     def _is_worth(self, fetch: ChainFetch) -> bool:
         """Return True if a read is likely to be faster than computing, or was not tried lately."""
-        read_s = self._reading.predict(fetch.size)
-        if read_s is None or fetch.compute_s is None or self._clock() - self._read_s > RETRY_S:
+        pace = self._reading[fetch.places]
+        read_s = pace.predict(fetch.size)
+        if read_s is None or fetch.compute_s is None or self._clock() - pace.read_s > RETRY_S:
             return True
         return read_s < fetch.compute_s
 
@@ -248,8 +265,9 @@ class FetchQueue:
         done_s = now_s if fetch.done_s is None else fetch.done_s
         waited_s = done_s - (fetch.begin_s if fetch.reads else fetch.asked_s)
         if fetch.reads:
-            self._read_s = now_s
-            self._reading.observe(fetch.size, waited_s)
+            pace = self._reading[fetch.places]
+            pace.read_s = now_s
+            pace.observe(fetch.size, waited_s)
         self.num_reads += 1
         self.num_late += not fetch.is_done
         self.wait_s += waited_s

@@ -118,6 +118,10 @@ class HostStore(BlockStore):
         return content in self._entries
 
     @override
+    def contents(self) -> Sequence[bytes]:
+        return list(self._entries)
+
+    @override
     def clear(self) -> None:
         self._entries.clear()
         self._candidates.clear()

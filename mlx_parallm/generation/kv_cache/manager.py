@@ -67,6 +67,8 @@ class KVCacheManager:
             self.stored = StoredChains(
                 tiers, self._pool, block_size, snapshots=snapshots, has_kv=has_kv
             )
+            if tiers.exports is not None:
+                tiers.exports.attach(self._pool, tiers)
         self._generation = 0
         # The tables of the sequences whose states were kept, by the snapshots' slots.
         self._snapshot_tables = WeakValueDictionary[int, BlockTable]()
@@ -115,6 +117,8 @@ class KVCacheManager:
         """
         lasting_root = None if lasting_salt is None else root_hash(lasting_salt)
         table = BlockTable(root_hash(salt), self._generation, inputs, lasting_root)
+        if self.tiers is not None and self.tiers.exports is not None:
+            self.tiers.exports.note(table)
         if not (use_cache and self.enable_prefix_caching):
             return table
         matched = self._match(table, token_ids)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 
-from mlx_parallm.config import CacheConfig
+from mlx_parallm.config import CacheConfig, KVPeersConfig
 from mlx_parallm.generation.kv_cache.budget import KVShare
 from mlx_parallm.generation.kv_cache.disk.store import DiskStore
 from mlx_parallm.generation.kv_cache.host_store import HostStore
+from mlx_parallm.generation.kv_cache.peer.exports import Exports
+from mlx_parallm.generation.kv_cache.peer.peers import Peers
+from mlx_parallm.generation.kv_cache.peer.store import PeerStore
 from mlx_parallm.generation.kv_cache.snapshots import StateSnapshots
 from mlx_parallm.generation.kv_cache.stores import BlockStore
 from mlx_parallm.generation.kv_cache.tiers import Tiers
@@ -20,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 def open_tiers(
     cache: CacheConfig,
+    peers: KVPeersConfig | None = None,
     *,
     owner: str,
     block_bytes: int,
@@ -32,6 +36,7 @@ def open_tiers(
 
     Args:
         cache: the settings.
+        peers: likewise, of KV of other servers; None for none.
         owner: digest of the model's ``Identity``.
         block_bytes: bytes of a block, those of a draft model included.
         state_bytes: bytes of a sequence's state; 0 for models without one.
@@ -48,15 +53,42 @@ def open_tiers(
         limit, largest = cache.kv_disk_bytes, max(block_bytes, state_bytes)
         _check_holds("--kv-disk-bytes", limit, state_bytes)
         stores.append(DiskStore(cache.kv_disk, owner, limit, largest_bytes=largest))
-    if not stores:
+    exports = None
+    if peers is None or not peers.is_used:
+        pass
+    elif state_bytes:
+        logger.warning(
+            "--kv-peers and --kv-serve do nothing for a model that keeps a state, which is never "
+            "sent: its prefixes are computed where they are needed"
+        )
+    else:
+        # A draft model is noted in a byte behind each block.
+        size = block_bytes + (draft is not None)
+        exports = Exports(owner, size) if peers.is_served else None
+        if peers.urls:
+            stores.append(_peer_store(peers, owner, size, exports))
+    if not stores and exports is None:
         return None
     return Tiers(
         stores,
         block_bytes=block_bytes,
         state_bytes=state_bytes,
         draft=draft,
+        exports=exports,
         runs_ahead=runs_ahead,
     )
+
+
+def _peer_store(
+    config: KVPeersConfig, owner: str, num_bytes: int, exports: Exports | None
+) -> PeerStore:
+    """Return the store of blocks that peers have, each of so many bytes."""
+    # Servers without peers do not import an HTTP client.
+    from mlx_parallm.generation.kv_cache.peer.http_link import HttpLinks  # noqa: PLC0415
+
+    links = HttpLinks(config.urls, config.key, owner, num_bytes)
+    uid = b"" if exports is None else exports.uid
+    return PeerStore(Peers(links, owner, num_bytes, uid=uid), links.close)
 
 
 def _check_holds(setting: str, limit: int, state_bytes: int) -> None:

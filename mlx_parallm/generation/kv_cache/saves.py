@@ -27,6 +27,7 @@ class Save:
         is_drafted: True if it holds a draft model's KV too.
         is_state: True for a snapshot.
         size: how many blocks have as many bytes.
+        is_kept: False if only another server has asked for it.
     """
 
     place: int
@@ -35,6 +36,7 @@ class Save:
     is_drafted: bool = False
     is_state: bool = False
     size: int = 1
+    is_kept: bool = True
 
 
 class SaveQueue:

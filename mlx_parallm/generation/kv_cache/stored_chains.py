@@ -69,6 +69,8 @@ class StoredChains:
         The snapshots after them follow. The latest one counts as used with its chain.
         """
         root, tiers = table.lasting_root, self._tiers
+        if tiers.exports is not None:
+            tiers.exports.note(table)
         # A source does not grow: what is worth reading is worth saving.
         least = tiers.min_fetched if table.is_source else tiers.min_saved
         if root is None or len(table.hashes) < least:

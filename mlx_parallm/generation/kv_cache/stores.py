@@ -87,9 +87,11 @@ class BlockStore(Protocol):
 
     Attributes:
         tier: what the place is called in metrics.
+        is_own: False if its blocks are those of other servers.
     """
 
     tier: str
+    is_own: bool = True
 
     def find(self, contents: Sequence[bytes]) -> int:
         """Return how many leading ones of these contents are here, and count them as used.
@@ -136,6 +138,10 @@ class BlockStore(Protocol):
     def has(self, content: bytes) -> bool:
         """True if a block is here, or is not worth to be put again; it does not count as used."""
         ...
+
+    def contents(self) -> Sequence[bytes]:
+        """Return the contents of what ``find`` finds; any thread may call it."""
+        return ()
 
     def clear(self) -> None:
         """Forget all blocks of the model, those of other processes and earlier ones too."""

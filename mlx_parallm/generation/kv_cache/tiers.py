@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from mlx_parallm.generation.kv_cache.fetches import ChainFetch, FetchQueue, Run
+from mlx_parallm.generation.kv_cache.peer.exports import Exports
 from mlx_parallm.generation.kv_cache.saves import SaveQueue
 from mlx_parallm.generation.kv_cache.stores import BlockStore, StoredBlock, StoreStats
 from mlx_parallm.types.content import Buffer, PendingContent, digest_of
@@ -87,6 +88,7 @@ class Tiers:
     Attributes:
         saves: the blocks that stores are to get.
         fetches: the chains that are being read.
+        exports: answers other servers' requests for blocks; None if they may have none.
         min_saved: blocks of the shortest chain that is saved.
         min_fetched: blocks of the shortest chain that is read.
         piece: blocks that are filled, or saved, before a step for which streams wait.
@@ -94,13 +96,14 @@ class Tiers:
         state_size: how many blocks have as many bytes as a state; 0 for models without one.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings, by name
         self,
         stores: Sequence[BlockStore],
         *,
         block_bytes: int,
         state_bytes: int = 0,
         draft: PendingContent | None = None,
+        exports: Exports | None = None,
         runs_ahead: bool = False,
         min_saved: int = MIN_SAVED_BLOCKS,
         min_fetched: int = MIN_FETCHED_BLOCKS,
@@ -113,6 +116,7 @@ class Tiers:
             block_bytes: size of a block in the pool.
             state_bytes: size of a sequence's state; 0 for models without one.
             draft: the lasting content of the draft model; None without one.
+            exports: see the attributes.
             runs_ahead: whether the device computes steps while blocks are moved.
             min_saved: see the attributes.
             min_fetched: likewise.
@@ -125,6 +129,7 @@ class Tiers:
         self.min_saved = min_saved
         self.min_fetched = min_fetched
         self.state_size = -(-state_bytes // block_bytes)
+        self.exports = exports
         self._stores = stores
         self._block_bytes = block_bytes
         self._draft = draft
@@ -146,6 +151,23 @@ class Tiers:
 
         for store in self._stores:
             store.wake_by(note_and_wake)
+        if self.exports is not None:
+            self.exports.wake = wake
+
+    @property
+    def own_stores(self) -> Sequence[BlockStore]:
+        """Return those whose blocks are on this machine."""
+        return [store for store in self._stores if store.is_own]
+
+    @property
+    def has_asked(self) -> bool:
+        """True if ``answer_peers`` would do something."""
+        return self.exports is not None and self.exports.has_work
+
+    def answer_peers(self) -> None:
+        """Go on with what other servers have asked for; called between two steps."""
+        if self.exports is not None and self.exports.has_work:
+            self.exports.advance()
 
     @property
     def is_busy(self) -> bool:
@@ -157,7 +179,7 @@ class Tiers:
         """Return how many blocks may be saved now, besides those that steps in flight save."""
         if self.is_busy:
             return 0
-        room_bytes = min(store.room_bytes for store in self._stores)
+        room_bytes = min((store.room_bytes for store in self._stores), default=math.inf)
         if room_bytes == math.inf:
             return math.inf
         return room_bytes // self._block_bytes - self.saves.begun_size
@@ -200,9 +222,11 @@ class Tiers:
             block = StoredBlock(
                 content=save.content, parent=save.parent, data=each, is_state=save.is_state
             )
-            for store in self._stores:
+            for store in self._stores if save.is_kept else ():
                 if not store.has(save.content):
                     store.put(block)
+            if self.exports is not None:
+                self.exports.put(save.content, each)
 
     def take(self, fetch: ChainFetch) -> list[ArrivedBlock]:
         """Return the blocks of a chain that arrived, and its state behind them, if it has one.

@@ -26,6 +26,7 @@ from mlx_parallm.types.errors import ConfigError
 
 #: These fields of the configuration are composed, not set one by one.
 COMPOSED = {
+    "kv_peers.key",
     "model.path",
     "model.served_names",
     "model.tool_call_parser",
@@ -49,6 +50,7 @@ COMPOSED = {
     "engine.encoders",
     "engine.loading",
     "engine.ranks",
+    "engine.kv_peers",
     "ranks.backend",
     "ranks.rank",
     "ranks.size",

@@ -27,7 +27,7 @@ from mlx_parallm.types.json_values import is_object
 routes = Routes(SERVER)
 
 # SECRETS: the holder of one key must not see the others.
-SECRETS = frozenset({"api_keys", "admin_api_keys", "verifier_urls"})
+SECRETS = frozenset({"api_keys", "admin_api_keys", "verifier_urls", "key"})
 # ADMIN_ONLY: only those who may change the server see where it keeps the files of all keys.
 ADMIN_ONLY = frozenset({"data_dir", "kv_disk"})
 

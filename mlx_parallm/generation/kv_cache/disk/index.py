@@ -67,6 +67,10 @@ class BlockIndex:
             self.use(contents[:num])
         return num
 
+    def contents(self) -> list[bytes]:
+        """Return the contents of the blocks that are here."""
+        return list(self._runs)
+
     def use(self, contents: Iterable[bytes]) -> None:
         """Count blocks of a chain as used, and those before them."""
         get, used, last = self._runs.get, list[Run](), None

@@ -126,6 +126,10 @@ class DiskStore(BlockStore):
         return self._index.has(content)
 
     @override
+    def contents(self) -> Sequence[bytes]:
+        return self._index.contents()
+
+    @override
     def clear(self) -> None:
         self._index.clear()
         self._wake.set()

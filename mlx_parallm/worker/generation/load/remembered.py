@@ -60,6 +60,7 @@ NO_CHOICE: Mapping[type, frozenset[str]] = {
         {
             "models",
             "memory",
+            "kv_peers",
             "adapters",
             "encoders",
             "loading",

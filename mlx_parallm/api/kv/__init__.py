@@ -1,0 +1,1 @@
+"""KV for other servers."""

@@ -1,0 +1,74 @@
+"""``/v1/kv/filter`` and ``/v1/kv/blocks``: KV for servers whose ``--kv-peers`` has this one."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import Query
+from starlette.responses import Response
+
+from mlx_parallm import __version__
+from mlx_parallm.api.http.declared import Access
+from mlx_parallm.api.http.dependencies import EngineDep
+from mlx_parallm.api.http.openapi import SERVER
+from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.api.kv.schema import CONTENT, OWNER, BlocksRequest
+from mlx_parallm.engine.models import EngineState
+from mlx_parallm.generation.exported import read_blocks, read_filter
+from mlx_parallm.generation.kv_cache.peer.frames import pack_frame, pack_head
+from mlx_parallm.replicas.peers import RELEASE_HEADER
+from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.types.content import Buffer
+from mlx_parallm.types.errors import InvalidRequestError
+
+routes = Routes(SERVER, access=Access.ADMIN)
+
+# ASK_S: seconds after which an answer has no blocks: the peer has computed them by then.
+ASK_S = 10.0
+BINARY = "application/octet-stream"
+
+
+@routes.get("/v1/kv/filter", response_class=Response, include_in_schema=False, is_polled=True)
+async def kv_filter(engine: EngineDep, owner: Annotated[str, Query(pattern=OWNER)]) -> Response:
+    """Return a Bloom filter of the KV blocks that this server may have of a model."""
+    question: Callable[[EngineState], Any] = partial(read_filter, owner=owner)
+    content: bytes = await asyncio.wrap_future(engine.ask(question))
+    return _answer(content)
+
+
+@routes.post("/v1/kv/blocks", response_class=Response, include_in_schema=False, is_polled=True)
+async def kv_blocks(body: BlocksRequest, engine: EngineDep) -> Response:
+    """Return KV blocks of a chain, from its beginning to the first that is not here."""
+    contents = [_content(each) for each in body.contents]
+    blocks = await _blocks(engine, body.owner, contents)
+    return _answer(b"".join(_frames(body.owner, contents, blocks)))
+
+
+async def _blocks(engine: EngineClient, owner: str, contents: Sequence[bytes]) -> Sequence[Buffer]:
+    question: Callable[[EngineState], Any] = partial(read_blocks, owner=owner, contents=contents)
+    try:
+        async with asyncio.timeout(ASK_S):
+            return await asyncio.wrap_future(engine.ask(question))
+    except TimeoutError:
+        return ()
+
+
+def _frames(owner: str, contents: Sequence[bytes], blocks: Sequence[Buffer]) -> Iterator[Buffer]:
+    yield pack_head(owner)
+    for content, block in zip(contents, blocks, strict=False):
+        yield pack_frame(content, block)
+        yield block
+
+
+def _content(text: str) -> bytes:
+    if not re.fullmatch(CONTENT, text):
+        raise InvalidRequestError("contents must be of 64 hexadecimal digits.", param="contents")
+    return bytes.fromhex(text)
+
+
+def _answer(content: bytes) -> Response:
+    return Response(content, media_type=BINARY, headers={RELEASE_HEADER: __version__})

@@ -1,0 +1,1 @@
+"""KV blocks of other servers: asked for over HTTP, and answered."""

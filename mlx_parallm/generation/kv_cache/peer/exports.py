@@ -1,0 +1,256 @@
+"""Blocks that other servers ask for: read from this server's stores, and from its pool."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mlx_parallm.generation.kv_cache.blocks import BlockPool, BlockTable
+from mlx_parallm.generation.kv_cache.peer.filters import filter_bytes
+from mlx_parallm.generation.kv_cache.saves import Save, SaveQueue
+from mlx_parallm.generation.kv_cache.stores import BlockStore, Fetch
+from mlx_parallm.types.content import BLOCK_DIGEST_BYTES, Buffer
+
+# MAX_ROOTS: prefixes' roots of which blocks in the pool can be asked for; the latest ones.
+MAX_ROOTS = 4096
+#: ``MAX_BLOCKS``, ``MAX_BYTES``: most of one answer, unless a single block is larger.
+MAX_BLOCKS = 64
+MAX_BYTES = 8 << 20
+UID_BYTES = 16
+# FILTER_S: seconds in which all who ask get the same filter.
+FILTER_S = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """Blocks that were asked for; what ``answer`` gets is their leading run."""
+
+    contents: Sequence[bytes]
+    answer: Future[list[Buffer]]
+    waits: bool
+    blocks: list[Buffer | None] = field(default_factory=list[Buffer | None])
+    reads: list[tuple[int, Fetch]] = field(default_factory=list[tuple[int, Fetch]])
+
+    @property
+    def leading(self) -> list[Buffer]:
+        """Return the leading blocks that were read."""
+        return list(_leading(self.blocks))
+
+
+class Places(Protocol):
+    """The stores of a model, as ``Tiers`` has them."""
+
+    saves: SaveQueue
+
+    @property
+    def own_stores(self) -> Sequence[BlockStore]:
+        """Return those whose blocks are on this machine."""
+        ...
+
+
+class Exports:
+    """Answers other servers' requests for blocks.
+
+    Blocks of the pool are read before a step, as those which are saved, and no more at a time. All
+    methods but ``ask`` and ``contents`` are called on the engine thread.
+
+    Attributes:
+        owner: digest of the model's ``Identity``: only a server with the same may ask.
+        uid: names this server, so that it finds out that a peer is itself.
+        wake: wakes the engine thread.
+    """
+
+    def __init__(
+        self, owner: str, block_bytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Prepare; ``clock`` returns seconds."""
+        self.owner = owner
+        self.uid = secrets.token_bytes(UID_BYTES)
+        self.wake: Callable[[], None] = lambda: None
+        self._clock = clock
+        self._most = max(1, min(MAX_BLOCKS, MAX_BYTES // block_bytes))
+        self._pool: BlockPool | None = None
+        self._places: Places | None = None
+        self._lock = threading.Lock()
+        self._inbox: deque[_Question] = deque()
+        self._open: list[_Question] = []
+        self._filter: Future[bytes] | None = None
+        self._filter_s = -math.inf
+        # The roots of contents in the pool, by those of the same contents in stores.
+        self._roots: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def attach(self, pool: BlockPool, places: Places) -> None:
+        """Answer with blocks of a pool, and of the stores below it."""
+        self._pool, self._places = pool, places
+
+    def note(self, table: BlockTable) -> None:
+        """Let blocks of a table in the pool be asked for."""
+        root = table.lasting_root
+        if root is None:
+            return
+        with self._lock:
+            self._roots[root] = table.root
+            self._roots.move_to_end(root)
+            if len(self._roots) > MAX_ROOTS:
+                self._roots.popitem(last=False)
+
+    def contents(self) -> Iterator[bytes]:
+        """Yield the contents that are here now; any thread may call it."""
+        if self._pool is None or self._places is None:
+            return
+        for store in self._places.own_stores:
+            yield from store.contents()
+        with self._lock:
+            lasting = {root: known for known, root in self._roots.items()}
+        for content in self._pool.contents():
+            root = lasting.get(content[:BLOCK_DIGEST_BYTES])
+            if root is not None:
+                yield root + content[BLOCK_DIGEST_BYTES:]
+
+    def filter(self) -> Future[bytes]:
+        """Return ``uid`` and the bytes of a filter of ``contents``; any thread may call it.
+
+        It is made on a thread of its own, once for all who ask within a short time.
+        """
+        with self._lock:
+            is_old = self._clock() - self._filter_s > FILTER_S
+            if self._filter is None or (is_old and self._filter.done()):
+                self._filter, self._filter_s = Future(), self._clock()
+                make = threading.Thread(
+                    target=self._make_filter, args=(self._filter,), name="kv-filter", daemon=True
+                )
+                make.start()
+            return self._filter
+
+    def _make_filter(self, answer: Future[bytes]) -> None:
+        try:
+            answer.set_result(self.uid + filter_bytes(self.contents()))
+        except BaseException as problem:
+            answer.set_exception(problem)
+            raise
+
+    def ask(self, contents: Sequence[bytes], *, waits: bool = False) -> Future[list[Buffer]]:
+        """Return the leading blocks of a chain, at most ``MAX_BLOCKS``; any thread may call it.
+
+        ``waits``: blocks that are not here are being computed; the first of them is awaited. The
+        caller cancels the answer when it is needed no longer.
+        """
+        question = _Question(contents[: self._most], Future(), waits)
+        self._inbox.append(question)
+        self.wake()
+        return question.answer
+
+    @property
+    def has_work(self) -> bool:
+        """True if ``advance`` would do something."""
+        return bool(self._inbox) or any(map(self._is_ready, self._open))
+
+    def _is_ready(self, question: _Question) -> bool:
+        """True if an answer can be given, or the pool has more of it."""
+        if question.answer.cancelled():
+            return True
+        if not all(read.is_done for _, read in question.reads):
+            return False
+        return not question.waits or self._has(question.contents[0])
+
+    def _has(self, content: bytes) -> bool:
+        if self._block(content) is not None:
+            return True
+        assert self._places is not None
+        return any(store.find([content]) for store in self._places.own_stores)
+
+    def advance(self) -> None:
+        """Begin to read what was asked for, and answer what was read."""
+        while self._inbox:
+            self._open.append(self._inbox.popleft())
+        for question in tuple(self._open):
+            if not question.blocks and (not question.waits or self._has(question.contents[0])):
+                question.waits = False
+                self._begin(question)
+            self._collect(question)
+            if question.answer.cancelled() or not (question.waits or self._is_awaited(question)):
+                self._open.remove(question)
+                _settle(question)
+
+    def _begin(self, question: _Question) -> None:
+        """Read from the nearest store that has a block, else from the pool, until none has it."""
+        assert self._places is not None, "the exports are attached"
+        start, contents = 0, question.contents
+        while start < len(contents):
+            rest = contents[start:]
+            counts = ((store, store.find(rest)) for store in self._places.own_stores)
+            store, count = next(((store, n) for store, n in counts if n), (None, 0))
+            if store is not None:
+                question.reads.append((start, store.fetch(rest[:count])))
+            elif (block := self._block(contents[start])) is not None:
+                self._save(block, contents[start])
+                count = 1
+            else:
+                break
+            start += count
+        question.contents = contents[:start]
+        question.blocks = [None] * start
+
+    def _block(self, content: bytes) -> int | None:
+        """Return the block of the pool with a content; None if there is none."""
+        root = self._roots.get(content[:BLOCK_DIGEST_BYTES])
+        if root is None or self._pool is None:
+            return None
+        return self._pool.find(root + content[BLOCK_DIGEST_BYTES:])
+
+    def _save(self, block: int, content: bytes) -> None:
+        assert self._places is not None
+        assert self._pool is not None
+        saves = self._places.saves
+        if content not in saves:
+            is_drafted = block in self._pool.drafted
+            saves.add(Save(block, content, b"", is_drafted=is_drafted, is_kept=False))
+
+    def put(self, content: bytes, data: Buffer) -> None:
+        """Take a block of the pool that was read."""
+        for question in self._open:
+            if content in question.contents:
+                index = question.contents.index(content)
+                if index < len(question.blocks):
+                    question.blocks[index] = data
+
+    def _collect(self, question: _Question) -> None:
+        """Take what stores have read."""
+        for entry in tuple(question.reads):
+            start, read = entry
+            if read.is_done:
+                question.reads.remove(entry)
+                data = read.result()
+                question.blocks[start : start + len(data)] = data
+
+    def _is_awaited(self, question: _Question) -> bool:
+        """True if a store still reads, or the device is still to read blocks of the pool."""
+        assert self._places is not None
+        if question.reads:
+            return True
+        missing = question.blocks.index(None) if None in question.blocks else None
+        return missing is not None and question.contents[missing] in self._places.saves
+
+
+def _leading(blocks: Sequence[Buffer | None]) -> Iterator[Buffer]:
+    for block in blocks:
+        if block is None:
+            return
+        yield block
+
+
+def _settle(question: _Question) -> None:
+    for _, read in question.reads:
+        read.cancel()
+    try:
+        question.answer.set_result(question.leading)
+    except InvalidStateError:
+        # The caller needs it no longer.
+        return

@@ -1,0 +1,76 @@
+"""Peers that are asked by HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from mlx_parallm.generation.kv_cache.peer.exports import UID_BYTES
+from mlx_parallm.generation.kv_cache.peer.filters import FILTER_BYTES
+from mlx_parallm.generation.kv_cache.peer.frames import FRAME_BYTES, HEAD_BYTES
+from mlx_parallm.generation.kv_cache.peer.link import Link, LinkError
+from mlx_parallm.replicas.peers import Peer, PeerClient, parse_peers
+from mlx_parallm.types.errors import PeerRefusedError, PeerSilentError
+
+#: ``FILTER_PATH``, ``BLOCKS_PATH``: routes of ``api.kv``.
+FILTER_PATH, BLOCKS_PATH = "/v1/kv/filter", "/v1/kv/blocks"
+FLAG = "--kv-peers"
+JSON = {"content-type": "application/json"}
+
+
+class HttpLink(Link):
+    """Asks one peer for blocks of one model."""
+
+    def __init__(self, client: PeerClient, peer: Peer, owner: str, num_bytes: int) -> None:
+        """``owner``: digest of the model's ``Identity``; ``num_bytes``: the size of a block."""
+        self.name = peer.url
+        self._client = client
+        self._peer = peer
+        self._owner = owner
+        self._num_bytes = num_bytes
+
+    async def read_filter(self) -> bytes:
+        """See ``Link``."""
+        path = f"{FILTER_PATH}?owner={self._owner}"
+        return await self._ask("GET", path, None, UID_BYTES + FILTER_BYTES)
+
+    async def read_blocks(self, contents: Sequence[bytes]) -> bytes:
+        """See ``Link``."""
+        wanted = {"owner": self._owner, "contents": [each.hex() for each in contents]}
+        most = HEAD_BYTES + len(contents) * (FRAME_BYTES + self._num_bytes)
+        return await self._ask("POST", BLOCKS_PATH, json.dumps(wanted).encode(), most)
+
+    async def _ask(self, method: str, path: str, body: bytes | None, max_bytes: int) -> bytes:
+        headers = None if body is None else JSON
+        try:
+            answer = await self._client.ask(
+                *(self._peer, method, path),
+                within_s=None,
+                content=body,
+                headers=headers,
+                max_bytes=max_bytes,
+            )
+        except PeerRefusedError as problem:
+            raise LinkError(str(problem), "refused") from problem
+        except PeerSilentError as problem:
+            raise LinkError(str(problem)) from problem
+        return answer.body
+
+
+class HttpLinks:
+    """The links to all peers that are listed; call it to have them now."""
+
+    def __init__(self, urls: Sequence[str], key: str | None, owner: str, num_bytes: int) -> None:
+        """``urls`` and ``key``: of the peers; ``owner`` and ``num_bytes``: see ``HttpLink``."""
+        self._peers = parse_peers(urls, FLAG)
+        self._model = owner, num_bytes
+        self._client = PeerClient(key, ())
+
+    async def __call__(self) -> Sequence[Link]:
+        """Return the links; names are looked up anew."""
+        self._client.listed = await self._peers.resolved()
+        return [HttpLink(self._client, peer, *self._model) for peer in self._client.listed]
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.close()

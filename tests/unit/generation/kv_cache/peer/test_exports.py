@@ -1,0 +1,219 @@
+"""Answers to other servers: blocks of stores and of the pool, between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from mlx_parallm.generation.kv_cache.host_store import HostStore
+from mlx_parallm.generation.kv_cache.peer import exports as exports_module
+from mlx_parallm.generation.kv_cache.peer.exports import UID_BYTES, Exports
+from mlx_parallm.generation.kv_cache.peer.filters import ContentFilter
+from mlx_parallm.generation.kv_cache.stores import BlockStore
+from tests.dict_store import DictStore
+from tests.kv_peers import OWNER
+from tests.scheduler_harness import SchedulerHarness
+from tests.unit.generation.scheduler.test_restore import (
+    NUM_FOUND,
+    OTHER,
+    PROMPT,
+    ask,
+    fill_store,
+    num_computed,
+)
+
+
+class Server:
+    """A scheduler whose blocks others may ask for."""
+
+    def __init__(self, *stores: BlockStore, num_blocks: int = 40, runs_ahead: bool = False) -> None:
+        self.exports = Exports(OWNER, 100)
+        self.harness = SchedulerHarness(
+            num_blocks=num_blocks, stores=stores, exports=self.exports, runs_ahead=runs_ahead
+        )
+        assert self.harness.tiers is not None
+        self.tiers = self.harness.tiers
+
+    def turn(self, **faults: object) -> None:
+        """Take a turn as the engine does."""
+        self.tiers.answer_peers()
+        self.harness.step(**faults)  # type: ignore[arg-type]
+        self.tiers.answer_peers()
+
+    def read(self, contents: Sequence[bytes], **faults: object) -> list[bytes]:
+        answer = self.exports.ask(contents)
+        while not answer.done():
+            assert self.tiers.has_asked
+            self.turn(**faults)
+        assert not self.exports._open
+        return [bytes(block) for block in answer.result()]
+
+
+@pytest.fixture
+def kept() -> dict[bytes, bytes]:
+    """Return the blocks of ``PROMPT`` by their contents, in order."""
+    store = DictStore()
+    fill_store(store)
+    return {content: bytes(data) for content, data in store.blocks.items()}
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_blocks_of_the_pool_are_read_for_others(kept: dict[bytes, bytes], runs_ahead: bool) -> None:
+    server = Server(runs_ahead=runs_ahead)
+    ask(server.harness, "first")
+    server.harness.drain()
+    assert server.read([*kept, b"x" * 32]) == list(kept.values())
+    assert not server.tiers.has_asked
+    # Reading them leaves nothing behind.
+    server.harness.drain()
+    ask(server.harness, "again")
+    server.harness.drain()
+    assert server.read(list(kept)) == list(kept.values())
+
+
+def test_blocks_of_stores_are_not_read_from_the_device(kept: dict[bytes, bytes]) -> None:
+    store = DictStore()
+    fill_store(store)
+    server = Server(store)
+    assert server.read(list(kept)) == list(kept.values())
+    assert not server.harness.batches
+
+
+def test_a_chain_may_be_in_a_store_in_part(kept: dict[bytes, bytes]) -> None:
+    store = DictStore()
+    server = Server(store)
+    ask(server.harness, "first")
+    server.harness.drain()
+    for content in list(kept)[2:]:
+        del store.blocks[content]
+    assert server.read(list(kept)) == list(kept.values())
+    # A store gets nothing that only others have asked for.
+    assert list(store.blocks) == list(kept)[:2]
+
+
+def test_a_store_that_reads_is_awaited(kept: dict[bytes, bytes]) -> None:
+    store = DictStore(holds_back=True)
+    fill_store(store)
+    server = Server(store)
+    answer = server.exports.ask(list(kept))
+    server.turn()
+    assert not server.tiers.has_asked
+    assert not answer.done()
+    store.complete()
+    assert server.tiers.has_asked
+    server.turn()
+    assert list(answer.result()) == list(kept.values())
+
+
+def test_streams_go_on_while_others_read(kept: dict[bytes, bytes]) -> None:
+    server = Server()
+    ask(server.harness, "first")
+    server.harness.drain()
+    ask(server.harness, "stream", OTHER, max_tokens=30)
+    server.harness.step()
+    answer = server.exports.ask(list(kept))
+    before = num_computed(server.harness)
+    while not answer.done():
+        server.turn()
+    assert num_computed(server.harness) > before
+    assert list(answer.result()) == list(kept.values())
+    server.harness.drain()
+
+
+def test_a_step_that_fails_gives_no_block(kept: dict[bytes, bytes]) -> None:
+    server = Server()
+    ask(server.harness, "first")
+    server.harness.drain()
+    assert server.read(list(kept), raises=True) == []
+    server.harness.drain()
+
+
+def test_a_reset_gives_no_block(kept: dict[bytes, bytes]) -> None:
+    server = Server()
+    ask(server.harness, "first")
+    server.harness.drain()
+    answer = server.exports.ask(list(kept))
+    server.tiers.answer_peers()
+    server.harness.scheduler.reset_prefix_cache(reset_running=False)
+    server.turn()
+    assert answer.result() == []
+    assert server.read(list(kept)) == []
+
+
+def test_other_weights_and_scopes_are_not_found(kept: dict[bytes, bytes]) -> None:
+    server = Server()
+    ask(server.harness, "first", salt="a tenant's")
+    server.harness.drain()
+    assert server.read(list(kept)) == []
+    assert not any(content in kept for content in server.exports.contents())
+
+
+def test_blocks_are_read_before_they_are_evicted(kept: dict[bytes, bytes]) -> None:
+    server = Server(num_blocks=NUM_FOUND + 3)
+    ask(server.harness, "first")
+    server.harness.drain()
+    answer = server.exports.ask(list(kept))
+    server.tiers.answer_peers()
+    ask(server.harness, "second", OTHER, max_tokens=4)
+    while not answer.done():
+        server.turn()
+    assert list(answer.result()) == list(kept.values())
+    server.harness.drain()
+
+
+def test_a_question_that_is_withdrawn_is_forgotten(kept: dict[bytes, bytes]) -> None:
+    store = DictStore(holds_back=True)
+    fill_store(store)
+    server = Server(store)
+    answer = server.exports.ask(list(kept))
+    server.turn()
+    answer.cancel()
+    assert server.tiers.has_asked
+    server.turn()
+    assert not server.exports._open
+
+
+def test_an_answer_is_bounded(kept: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exports_module, "MAX_BYTES", 300)
+    server = Server()
+    ask(server.harness, "first")
+    server.harness.drain()
+    assert server.read(list(kept)) == list(kept.values())[:3]
+
+
+def test_awaited_blocks_come_once_they_are_computed(kept: dict[bytes, bytes]) -> None:
+    server = Server()
+    answer = server.exports.ask(list(kept), waits=True)
+    server.turn()
+    assert not server.tiers.has_asked
+    ask(server.harness, "first", max_tokens=8)
+    while not answer.done():
+        server.turn()
+    first = [bytes(block) for block in answer.result()]
+    assert first
+    assert first == list(kept.values())[: len(first)]
+    assert "first" in server.harness.tracked
+    server.harness.drain()
+
+
+def test_the_filter_has_what_is_here(kept: dict[bytes, bytes]) -> None:
+    store = HostStore(1 << 20)
+    server = Server(store)
+    ask(server.harness, "first")
+    server.harness.drain()
+    answer = server.exports.filter().result()
+    assert answer[:UID_BYTES] == server.exports.uid
+    there = ContentFilter(answer[UID_BYTES:])
+    assert all(content in there for content in kept)
+    assert b"x" * 32 not in there
+    assert set(kept) <= set(server.exports.contents())
+
+
+def test_roots_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exports_module, "MAX_ROOTS", 3)
+    server = Server()
+    for number in range(5):
+        ask(server.harness, str(number), PROMPT, salt=str(number))
+        server.harness.drain()
+    assert len(server.exports._roots) == 3
