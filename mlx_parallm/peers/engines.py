@@ -15,6 +15,7 @@ from mlx_parallm.engine.commands import Abort, Stop
 from mlx_parallm.engine.kind import StartedModel
 from mlx_parallm.engine.local_life import Build, LocalLife, OpenWorker, nothing_beside, own_worker
 from mlx_parallm.engine.models import MakeBeside
+from mlx_parallm.models.checkpoints.copies import check_copy
 from mlx_parallm.peers.channel import Channel, UnreadableError
 from mlx_parallm.peers.messages import (
     Beat,
@@ -69,7 +70,7 @@ class _EnginePeer:
         open_worker: OpenWorker = own_worker,
     ) -> None:
         self._channel = channel
-        self._silence_timeout_s = start.silence_timeout_s
+        self._start = start
         self._life = LocalLife(
             start.config,
             lambda text, share: channel.send(LoadProgress(text, share)),
@@ -84,6 +85,8 @@ class _EnginePeer:
         threading.Thread(target=self._read, name="commands", daemon=True).start()
         self._begin_beats()
         try:
+            for copy in self._start.copies:
+                check_copy(copy)
             self._life.run(self._deliver, self._on_loaded)
         except ParallmError as refusal:
             self._channel.send(Failed(refusal))
@@ -111,7 +114,7 @@ class _EnginePeer:
 
     def _begin_beats(self) -> None:
         beat(
-            self._silence_timeout_s,
+            self._start.silence_timeout_s,
             lambda: self._channel.send(Beat(sum(self._life.steps_s()))),
         )
 

@@ -43,6 +43,7 @@ from mlx_parallm.peers.messages import (
     Reply,
     StartEngines,
     Withdraw,
+    copies_of,
     find_remote_code,
 )
 from mlx_parallm.peers.origins import EnginePeer, Origin
@@ -187,7 +188,8 @@ class RemoteLife(EngineLife):
         with self._lock:
             self._loading = channel
         try:
-            channel.send(StartEngines(self._config, self._silence_timeout_s))
+            copies = copies_of(self._config) if peer.is_elsewhere else ()
+            channel.send(StartEngines(self._config, self._silence_timeout_s, copies))
             if peer.is_elsewhere:
                 beat(self._silence_timeout_s, lambda: channel.send(Beat()))
             while True:

@@ -14,6 +14,7 @@ from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.models import EngineState, PackedModel
 from mlx_parallm.engine.policies import AdapterInfo, NamedAdapter
 from mlx_parallm.engine.status import ModelStatus
+from mlx_parallm.models.checkpoints.copies import Copy, copy_of
 from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import TokenEvent
@@ -29,10 +30,12 @@ class StartEngines:
         config: what to load.
         silence_timeout_s: seconds without a message, beats included, after which they count as
             dead.
+        copies: the models' files on the server's machine, for engines on another.
     """
 
     config: EngineConfig
     silence_timeout_s: float
+    copies: Sequence[Copy] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +237,13 @@ class Catalog:
 @dataclass(frozen=True, slots=True)
 class Known:
     """To an HTTP process, which sends it back: all messages before it have been taken."""
+
+
+def copies_of(config: EngineConfig) -> list[Copy]:
+    """Return the models' files on this machine; models that it does not have are left out."""
+    drafts = [] if config.speculative is None else [config.speculative.model]
+    paths = {path for path in (*(model.path for model in config.models), *drafts) if path}
+    return [copy for copy in map(copy_of, sorted(paths)) if copy is not None]
 
 
 def find_remote_code(config: EngineConfig) -> None:

@@ -1,0 +1,124 @@
+"""Compares the copies of a checkpoint on two machines, without reading all of its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from glob import escape
+from pathlib import Path
+
+from mlx_parallm.confinement import GGUF_PART, is_gguf
+from mlx_parallm.models.checkpoints.contents import FolderContents, user_memory
+from mlx_parallm.types.errors import ConfigError
+
+# WEIGHTS, SUFFIXES: the files that decide what a model computes. A file of weights counts even if
+# only one copy has it, since all may be read.
+WEIGHTS = ".safetensors"
+SUFFIXES = frozenset(
+    {WEIGHTS, ".json", ".py", ".model", ".spm", ".tiktoken", ".txt", ".jinja", ".gguf"}
+)
+# SMALL_BYTES: files up to this size are hashed; digests of larger ones are compared if both
+# machines remember them.
+SMALL_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The files of a checkpoint on one machine.
+
+    Attributes:
+        path: of its folder or GGUF file, as the settings name it.
+        sizes: of the files, in bytes, by their names below the folder.
+        digests: SHA-256 of small files, and of others as far as they are remembered.
+    """
+
+    path: str
+    sizes: Mapping[str, int]
+    digests: Mapping[str, str]
+
+
+def copy_of(path: str) -> Copy | None:
+    """Return the copy of this machine; None if it has none, as for a hub id."""
+    place = Path(path).expanduser()
+    if place.is_dir():
+        folder, names = place, ("*", "*/*.json")
+    elif is_gguf(place):
+        folder, names = place.parent, (_parts(place.name),)
+    else:
+        return None
+    files = {
+        str(file.relative_to(folder)): file
+        for name in names
+        for file in sorted(folder.glob(name))
+        if file.is_file() and (file.suffix in SUFFIXES or file == place)
+    }
+    return Copy(
+        path,
+        {name: file.stat().st_size for name, file in files.items()},
+        _remembered(folder) | _hashed(files),
+    )
+
+
+def _parts(name: str) -> str:
+    """Return a pattern of the names of all parts of a GGUF file."""
+    part = GGUF_PART.fullmatch(name)
+    return escape(name) if part is None else f"{escape(part['stem'])}-*-of-{part['count']}.gguf"
+
+
+def _remembered(folder: Path) -> dict[str, str]:
+    known = FolderContents(user_memory()).see(folder)
+    by_path = {state.path: digest for state, digest in known.known.items()}
+    files = [file for file in folder.glob(f"*{WEIGHTS}") if str(file.resolve()) in by_path]
+    return {file.name: by_path[str(file.resolve())] for file in files}
+
+
+def _hashed(files: Mapping[str, Path]) -> dict[str, str]:
+    return {
+        name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for name, file in files.items()
+        if file.stat().st_size <= SMALL_BYTES
+    }
+
+
+def check_copy(theirs: Copy) -> None:
+    """Raise ConfigError if this machine has no copy of a checkpoint, or another one.
+
+    ``theirs``: the copy of the server's machine.
+    """
+    try:
+        ours = copy_of(theirs.path)
+    except OSError as problem:
+        raise ConfigError(f"Machine {_machine()} cannot read {theirs.path}: {problem}.") from None
+    if ours is None:
+        raise ConfigError(
+            f"Machine {_machine()} has no {theirs.path}, which the server's machine has."
+        )
+    for difference in _differences(ours, theirs):
+        raise ConfigError(f"Machine {_machine()} has another {theirs.path}: {difference}.")
+
+
+def _differences(ours: Copy, theirs: Copy) -> list[str]:
+    lacking = [f"it lacks {name}" for name in theirs.sizes if name not in ours.sizes]
+    extra = [
+        f"{name} is not in that of the server's machine"
+        for name in ours.sizes
+        if name.endswith(WEIGHTS) and name not in theirs.sizes
+    ]
+    both = [name for name in theirs.sizes if name in ours.sizes]
+    sizes = [
+        f"{name} has {ours.sizes[name]} bytes instead of {theirs.sizes[name]}"
+        for name in both
+        if ours.sizes[name] != theirs.sizes[name]
+    ]
+    contents = [
+        f"{name} has other contents than on the server's machine"
+        for name in both
+        if len({ours.digests.get(name), theirs.digests.get(name)} - {None}) > 1
+    ]
+    return lacking + extra + sizes + contents
+
+
+def _machine() -> str:
+    return socket.gethostname()
