@@ -40,7 +40,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 # These end when make does, however that ends; `exec`, so that no shell is between them and make.
 WITH_MAKE := $(BIN)/python -m mlx_parallm.peers.child_process parent
 
-.PHONY: help serve test test-slow test-engines test-ranks page-test conformance agents trainers corpus corpus-sample newest check-encoder check-seq2seq check-mezo check-reward check-vision cluster-check lint checks format unit dist bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test test-slow test-engines test-dialled test-ranks page-test conformance agents trainers corpus corpus-sample newest check-encoder check-seq2seq check-mezo check-reward check-vision cluster-check lint checks format unit dist bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -73,6 +73,13 @@ test-engines: $(DEV_STAMP) ## Tests of adapters, weights, rollouts and more agai
 	@$(TEST_ENV) MLX_PARALLM_DATA_PARALLEL_SIZE=2 MLX_PARALLM_API_SERVER_COUNT=2 $(PYTEST) -m "not one_engine" \
 		tests/e2e/test_data_parallel.py tests/e2e/test_llm_data_parallel.py \
 		tests/e2e/test_api_servers.py tests/e2e/test_batch.py tests/e2e/test_art_serving.py tests/e2e/test_models_by_name_killed.py $(ENGINE_SUITES:%=tests/e2e/test_%.py) $(ARGS)
+
+# Suites that hold for engines of other machines.
+DIALLED_SUITES := abort api_answers client_adapters embeddings live_adapters live_weights logprobs mixed_models model_loading \
+	rl_logprobs rollout serve sglang structured token_generate tools
+test-dialled: $(DEV_STAMP) ## Tests of adapters, weights, rollouts and more against two engines that are dialled
+	@$(TEST_ENV) MLX_PARALLM_TEST_DIALLED=2 $(PYTEST) -m "not one_engine" \
+		tests/e2e/test_dialled_engines.py $(DIALLED_SUITES:%=tests/e2e/test_%.py) $(ARGS)
 
 # Suites that hold for a model over ranks.
 RANK_SUITES := abort api_answers live_adapters live_weights logprobs prompt_embeds rl_logprobs rollout \

@@ -99,6 +99,9 @@ class Cable:
         """Close the connections that were cut, and let new ones through."""
         ends, self._ends = self._ends, []
         for end in ends:
+            with suppress(OSError):
+                # A thread may wait for it, so that closing alone would end nothing.
+                end.shutdown(socket.SHUT_RDWR)
             end.close()
         self._is_whole.set()
 

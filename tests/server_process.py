@@ -11,7 +11,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import IO
 
@@ -21,6 +21,7 @@ from mlx_parallm.api.http.listener import bind
 from mlx_parallm.peers.child_process import ChildProcess
 from mlx_parallm.serving.local_ranks import ring_ranks
 from tests.forking_parent import ForkedProcess
+from tests.listeners import Listener
 
 ROOT = Path(__file__).resolve().parent.parent
 #: 24,000 tokens of the embedded model; the default size takes 1 to 3 s of CPU time to fill.
@@ -34,6 +35,8 @@ PATIENT = {
 }
 #: The variable that says how many ranks compute the models of every server of a run of tests.
 RANKS = "MLX_PARALLM_TEST_RANKS"
+#: The variable that says how many dialled engines every server of a run of tests has.
+DIALLED = "MLX_PARALLM_TEST_DIALLED"
 #: What mlx_lm sets for its process when it is imported; a user's shell does not have it.
 SET_BY_LIBRARIES = frozenset({"TRANSFORMERS_NO_ADVISORY_WARNINGS"})
 
@@ -41,6 +44,20 @@ SET_BY_LIBRARIES = frozenset({"TRANSFORMERS_NO_ADVISORY_WARNINGS"})
 def user_environment() -> dict[str, str]:
     """Return the environment of this process without what imported libraries set."""
     return {name: value for name, value in os.environ.items() if name not in SET_BY_LIBRARIES}
+
+
+@cache
+def shared_listener() -> Listener:
+    """Return the listener whose engines all servers of this process have."""
+    return Listener()
+
+
+def dialled_engines() -> dict[str, str]:
+    """Return the variable of the engines that ``DIALLED`` asks for; empty without it."""
+    count = int(os.environ.get(DIALLED, "0"))
+    return (
+        {"MLX_PARALLM_ENGINE": ",".join([str(shared_listener().address)] * count)} if count else {}
+    )
 
 
 def limiting(descriptors: tuple[int, int]) -> Callable[[], None]:
@@ -87,7 +104,8 @@ class ServerProcess:
             self.port = listener.getsockname()[1]
             self.url = f"http://127.0.0.1:{self.port}"
             fd = listener.fileno()
-            environment = {**user_environment(), **POOL, **PATIENT, **data_dir, **(env or {})}
+            own = {**dialled_engines(), **data_dir, **(env or {})}
+            environment = {**user_environment(), **POOL, **PATIENT, **own}
             launched = ring_ranks(size, Path(self._data.name)) if size > 1 else [{}]
             #: All ranks; the first serves.
             self.ranks = [

@@ -8,23 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
-import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_parallm.client.tensors import encode_safetensors
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from tests.server_process import ServerProcess
+from tests.weights_files import NAME, weight
 
-NAME = "model.layers.0.input_layernorm.weight"
 RAW = {"content-type": "application/octet-stream"}
 PROMPT = list(range(40, 60))
-
-
-def weight() -> np.ndarray:
-    loaded = mx.load(str(DEMO_FOLDER / "model.safetensors"))
-    assert isinstance(loaded, dict)
-    return np.array(loaded[NAME].astype(mx.float32))
 
 
 @pytest.fixture(scope="module")
