@@ -258,9 +258,10 @@ class PeerClient:
         if release is not None and release != self.release:
             raise PeerRefusedError(other_release(peer, release, self.release), status=status)
         if status >= 500:
-            raise PeerSilentError(f"{peer} answers {status}: {_message(answer.body)}")
+            raise PeerSilentError(f"{peer} answers {status}: {_failure(answer.body)[0]}")
         if status >= 300:
-            raise PeerRefusedError(f"{peer}: {_message(answer.body)}", status=status)
+            message, code = _failure(answer.body)
+            raise PeerRefusedError(f"{peer} refuses: {message}", status=status, code=code)
         if release is None:
             raise PeerSilentError(f"{peer} is no server of this kind.")
 
@@ -288,10 +289,11 @@ def other_release(who: object, theirs: str, ours: str) -> str:
     return f"{who} is of release {said}, this server of {ours}; a fleet has one release."
 
 
-def _message(body: bytes) -> str:
-    """Return the message of an error's body, in the form of OpenAI's errors; else a piece of it."""
+def _failure(body: bytes) -> tuple[str, str | None]:
+    """Return message and code of an error in OpenAI's form; of another one a piece of it."""
     try:
-        content = json.loads(body)
-        return str(content["error"]["message"])[:MAX_SAID_CHARS]
-    except (ValueError, RecursionError, KeyError, TypeError):
-        return repr(body[:MAX_SAID_CHARS])
+        failure = json.loads(body)["error"]
+        code = failure.get("code")
+        return str(failure["message"])[:MAX_SAID_CHARS], code if isinstance(code, str) else None
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return repr(body[:MAX_SAID_CHARS]), None

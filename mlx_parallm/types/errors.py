@@ -166,8 +166,8 @@ class PeerRefusedError(ConflictError):
         status: of its answer; None if it was not asked.
     """
 
-    def __init__(self, message: str, *, status: int | None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, status: int | None, code: str | None = None) -> None:
+        super().__init__(message, code=code)
         self.status = status
 
 

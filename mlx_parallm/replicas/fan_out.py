@@ -1,0 +1,224 @@
+"""Carries out a change at all servers of a fleet, or at none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_parallm.replicas.entries import DECIDED_FIRST, Entry, Head
+from mlx_parallm.replicas.fleet import Fleet
+from mlx_parallm.replicas.host import StagedChange
+from mlx_parallm.replicas.member import STALE, StaleChangeError, hashed
+from mlx_parallm.replicas.peers import Peer
+from mlx_parallm.replicas.transport import Transport
+from mlx_parallm.types.errors import (
+    ConflictError,
+    ParallmError,
+    PeerRefusedError,
+    VersionMismatchError,
+)
+
+logger = logging.getLogger(__name__)
+
+# RETRY_S: time within which a change is numbered anew because another one came before it.
+RETRY_S = 30.0
+PAUSE_S = 0.1
+PRECONDITION_FAILED = 412
+
+#: ``Stage``: stages a change at this server.
+Stage = Callable[[Head], Awaitable[StagedChange]]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A change that has no place among the others yet.
+
+    Attributes:
+        head: the change; a label is added to one that makes a version and has none.
+        content: its tensors.
+        is_labelled: True if it makes a version.
+        stage: stages it at this server.
+    """
+
+    head: Head
+    content: bytes | None
+    is_labelled: bool
+    stage: Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A change that was committed.
+
+    Attributes:
+        result: of this server.
+        versions: the label or the number that each server is at, by address; None for one that
+            is not yet.
+    """
+
+    result: Any
+    versions: Mapping[str, str | None]
+
+
+class FanOut:
+    """Stages changes everywhere, and then commits them everywhere; one at a time."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._turn = asyncio.Lock()
+
+    @property
+    def _transport(self) -> Transport:
+        return self._fleet.transport
+
+    async def carry_out(self, proposal: Proposal) -> Outcome:
+        """Carry out a change.
+
+        Raises:
+            PeerSilentError: a server does not answer; nothing has changed anywhere.
+            PeerRefusedError, VersionMismatchError: a server refused; likewise.
+            ConflictError: another change is before this one and does not end, or the fleet is
+                split; likewise.
+            ParallmError: this server refused; likewise.
+        """
+        async with self._turn:
+            committing = await self._decide(proposal)
+            if proposal.head["kind"] not in DECIDED_FIRST:
+                return await committing
+        # A later change may be what ends it, as a resume ends a pause that waits for requests.
+        return await committing
+
+    async def _decide(self, proposal: Proposal) -> Awaitable[Outcome]:
+        """Return the commit of a change, once it can no longer be refused."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + RETRY_S
+        content = proposal.content
+        digest = None if content is None else await hashed(content)
+        while True:
+            await self._fleet.look()
+            await self._fleet.catch_up()
+            try:
+                return await self._attempt(proposal, digest)
+            except StaleChangeError as problem:
+                if loop.time() >= until_s:
+                    raise ConflictError(f"The fleet is changing: {problem}") from problem
+            await asyncio.sleep(PAUSE_S)
+
+    async def _attempt(self, proposal: Proposal, digest: str | None) -> Awaitable[Outcome]:
+        """Stage a change everywhere, and commit it here, which decides."""
+        fleet = self._fleet
+        peers = fleet.peers()
+        behind = [peer for peer, state in fleet.states.items() if state.digest != self._digest]
+        if behind:
+            raise StaleChangeError(f"{behind[0]} is not at the state of {fleet.me}.")
+        entry = self._entry(proposal, digest)
+        fleet.holding = entry.digest
+        try:
+            await self._stage_all(proposal, entry, peers)
+        except BaseException:
+            fleet.holding = None
+            raise
+        here = asyncio.ensure_future(fleet.member.commit(entry.digest))
+        if entry.kind not in DECIDED_FIRST:
+            try:
+                await here
+            except BaseException:
+                fleet.holding = None
+                await self._drop_all(entry, peers)
+                raise
+        return asyncio.ensure_future(self._commit_all(entry, peers, here))
+
+    @property
+    def _digest(self) -> str:
+        return self._fleet.member.state.digest
+
+    def _entry(self, proposal: Proposal, digest: str | None) -> Entry:
+        """Return the change with a number, and a label, that no other one ever had."""
+        fleet, member = self._fleet, self._fleet.member
+        seen = [state.seen for state in fleet.states.values()]
+        number = max(member.state.seen, member.host.largest_label(), *seen, 0) + 1
+        head, me = proposal.head, str(fleet.me)
+        if proposal.is_labelled and head.get("version") is None:
+            label = str(number)
+            if fleet.excused:
+                # Servers that are not reachable may give this number to another change.
+                text = f"{self._digest} {digest} {me}"
+                label = f"{number}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+            head = {**head, "version": label}
+        return Entry(number, self._digest, head, digest, me)
+
+    async def _stage_all(self, proposal: Proposal, entry: Entry, peers: Sequence[Peer]) -> None:
+        """Stage a change everywhere, at the lowest address first, or nowhere."""
+        # The change that is staged there first is first everywhere: no two wait for each other.
+        lowest, *others = peers
+        try:
+            await self._stage(proposal, entry, lowest)
+            await _all(self._stage(proposal, entry, peer) for peer in others)
+        except BaseException as problem:
+            await self._drop_all(entry, peers)
+            if isinstance(problem, PeerRefusedError):
+                raise await self._refusal(proposal, problem) from problem
+            raise
+
+    async def _stage(self, proposal: Proposal, entry: Entry, peer: Peer) -> None:
+        if peer != self._fleet.me:
+            await self._transport.stage(peer, entry, proposal.content)
+            return
+        member = self._fleet.member
+        await member.stage(entry, proposal.content, lambda: proposal.stage(entry.head))
+
+    async def _refusal(self, proposal: Proposal, problem: PeerRefusedError) -> ParallmError:
+        """Return what to raise for a peer's refusal: this server's own, if it refuses likewise."""
+        if problem.code == STALE:
+            return StaleChangeError(str(problem))
+        if problem.status == PRECONDITION_FAILED:
+            return VersionMismatchError(str(problem), param="expected_version")
+        try:
+            staged = await proposal.stage(proposal.head)
+        except ParallmError as own:
+            return own
+        await staged.drop()
+        return problem
+
+    async def _drop_all(self, entry: Entry, peers: Sequence[Peer]) -> None:
+        async def drop(peer: Peer) -> None:
+            # One that cannot be reached drops it by itself in time.
+            with contextlib.suppress(ParallmError):
+                if peer == self._fleet.me:
+                    await self._fleet.member.drop(entry.digest)
+                else:
+                    await self._transport.drop(peer, entry.digest)
+
+        await asyncio.gather(*(drop(peer) for peer in peers))
+
+    async def _commit_all(
+        self, entry: Entry, peers: Sequence[Peer], here: asyncio.Future[Any]
+    ) -> Outcome:
+        """Commit a change at the others; one that does not answer catches up by itself."""
+        label = entry.label or str(entry.number)
+        versions: dict[str, str | None] = {str(peer): label for peer in peers}
+
+        async def commit(peer: Peer) -> None:
+            try:
+                await self._transport.commit(peer, entry.digest)
+            except ParallmError as problem:
+                logger.warning("%s has staged a change and not committed it: %s", peer, problem)
+                versions[str(peer)] = None
+
+        await asyncio.gather(*(commit(peer) for peer in peers if peer != self._fleet.me))
+        if self._fleet.holding == entry.digest:
+            self._fleet.holding = None
+        return Outcome(await here, versions)
+
+
+async def _all(work: Iterable[Awaitable[None]]) -> None:
+    """Wait for all; raise the first problem once all have ended."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result

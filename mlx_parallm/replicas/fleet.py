@@ -1,0 +1,278 @@
+"""A server's view of its fleet: who is reachable, who had which changes, and catching up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from mlx_parallm.replicas.entries import MIXED, Entry
+from mlx_parallm.replicas.member import Member, hashed
+from mlx_parallm.replicas.peers import Peer
+from mlx_parallm.replicas.standing import Relation, Standing, View, largest, standing
+from mlx_parallm.replicas.transport import PeerState, StateQuery, Transport
+from mlx_parallm.types.errors import (
+    ConflictError,
+    ParallmError,
+    PeerRefusedError,
+    PeerSilentError,
+)
+
+logger = logging.getLogger(__name__)
+
+# POLL_S: seconds between two looks at the peers.
+POLL_S = 1.0
+# LOG_S: seconds between two log lines about the same peer.
+LOG_S = 60.0
+UNKNOWN = (
+    "This server does not know yet which of its peers it is: none lists it, or none has answered. "
+    "Name its own address with --peer-url."
+)
+LOST = "This server stopped on its way to the state of a peer, and no peer is reachable now."
+NOT_LOOKED = "This server has not asked its peers yet."
+
+#: ``Listed``: returns all listed peers, sorted.
+Listed = Callable[[], Awaitable[Sequence[Peer]]]
+
+
+class Fleet:
+    """Looks at the peers, and brings this server to the state of those that are ahead.
+
+    Attributes:
+        member: this server.
+        transport: reaches the others.
+        me: this server's own address; None until it is known.
+        instance: a random id of this process.
+        states: the reachable peers, by address, without this server.
+        problems: the peers that are not reachable, with the reason.
+        excused: unreachable peers without which an operator lets the fleet change.
+        holding: the digest of the change that this server coordinates; None if there is none.
+        is_draining: True if this server should get no requests any more.
+    """
+
+    def __init__(
+        self, member: Member, transport: Transport, listed: Listed, *, me: Peer | None = None
+    ) -> None:
+        self.member = member
+        self.transport = transport
+        self.me = me
+        self.instance = secrets.token_hex(8)
+        self.states: Mapping[Peer, PeerState] = {}
+        self.problems: Mapping[Peer, ParallmError] = {}
+        self.excused: set[Peer] = set()
+        self.holding: str | None = None
+        self.is_draining = False
+        self._listed = listed
+        self._standing = Standing(NOT_LOOKED)
+        self._failure: ParallmError | None = None
+        self._logged: dict[str, float] = {}
+        self._looks = asyncio.Lock()
+
+    @property
+    def why_not_ready(self) -> str | None:
+        """Return why this server should get no requests; None if it should get some."""
+        if self.is_draining:
+            return "This server is being drained."
+        if self._failure is not None and self._standing.target is not None:
+            return f"{self._standing.why} The last try failed: {self._failure}"
+        return self._standing.why
+
+    def own_state(self, query: StateQuery) -> PeerState:
+        """Return the answer to a peer; the change that it coordinates does not expire."""
+        if query.holding is not None:
+            self.member.renew(query.holding)
+        state, staged = self.member.state, self.member.staged
+        return PeerState(
+            instance=self.instance,
+            number=state.number,
+            digest=state.digest,
+            seen=max(state.seen, self.member.host.largest_label()),
+            staged=None if staged is None else staged.digest,
+            knows=state.knows(query.digest),
+            why=self.why_not_ready,
+            members={str(peer): each.instance for peer, each in self.states.items()},
+            versions=self.member.host.versions(),
+        )
+
+    async def watch(self) -> None:
+        """Look at the peers and catch up with them, for ever."""
+        while True:
+            try:
+                await self.look()
+                await self.catch_up()
+            except Exception:
+                logger.exception("the peers cannot be looked at; trying again")
+            await asyncio.sleep(POLL_S)
+
+    async def look(self) -> None:
+        """Ask all peers for their states."""
+        async with self._looks:
+            listed = await self._listed()
+            query = StateQuery(self.member.state.digest, self.holding)
+            peers = [peer for peer in listed if peer != self.me]
+            questions = (self.transport.state(peer, query) for peer in peers)
+            answers = await asyncio.gather(*questions, return_exceptions=True)
+        states: dict[Peer, PeerState] = {}
+        problems: dict[Peer, ParallmError] = {}
+        instances = {self.instance}
+        for peer, answer in zip(peers, answers, strict=True):
+            if isinstance(answer, ParallmError):
+                problems[peer] = answer
+                self._log(str(peer), "%s is not reachable: %s", peer, answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            elif answer.instance == self.instance:
+                self.me = self.me or peer
+            elif answer.instance not in instances:
+                # One server may be listed under two addresses.
+                instances.add(answer.instance)
+                states[peer] = answer
+        self.states, self.problems = states, problems
+        self.excused &= problems.keys()
+        self._find_own_address()
+        self._standing = self._stand()
+
+    def _find_own_address(self) -> None:
+        """Take this server's address from those that list it."""
+        if self.me is None:
+            names = [
+                name
+                for state in self.states.values()
+                for name, instance in state.members.items()
+                if instance == self.instance
+            ]
+            self.me = Peer(min(names)) if names else None
+
+    def _stand(self) -> Standing:
+        me, views = self.me or Peer(""), self.views()
+        if self.member.state.is_mixed and not any(
+            view.relation is Relation.AHEAD for view in views.values()
+        ):
+            return Standing(LOST)
+        return standing(me, self.member.state.number, views)
+
+    def views(self) -> Mapping[Peer, View]:
+        """Return the states of the reachable peers, as they relate to this server's."""
+        return {
+            peer: View(state.digest, state.number, self._relation(state))
+            for peer, state in self.states.items()
+        }
+
+    def _relation(self, state: PeerState) -> Relation:
+        mine = self.member.state
+        if state.digest == mine.digest:
+            return Relation.SAME
+        if state.digest == MIXED:
+            return Relation.BEHIND
+        if mine.is_mixed:
+            return Relation.AHEAD
+        if mine.knows(state.digest):
+            return Relation.BEHIND
+        return Relation.AHEAD if state.knows else Relation.FORKED
+
+    async def catch_up(self) -> None:
+        """Commit the staged change if a peer has, or become like the peers that are ahead."""
+        staged = self.member.staged
+        if staged is not None and any(
+            state.digest == staged.digest for state in self.states.values()
+        ):
+            await self._tried(self._commit_staged(staged))
+            self._standing = self._stand()
+        target = self._standing.target
+        if target is not None and self.member.staged is None:
+            await self._tried(self.become(target))
+
+    async def _commit_staged(self, staged: Entry) -> None:
+        await self.member.commit(staged.digest)
+
+    async def become(self, peer: Peer) -> None:
+        """Bring this server to the state of a peer; raise ParallmError if a step fails."""
+        number, digest, journal = await self.transport.journal(peer)
+        async with self.member.moving() as state:
+            seen = max(entry.number for entry in journal) if journal else 0
+            state.seen = max(state.seen, number, seen)
+            for step in state.leave(journal):
+                content = None if step.entry is None else await self._content(peer, step.entry)
+                await self.member.carry_out(step.head, content)
+                if step.entry is not None and content is not None:
+                    state.contents[step.entry.content or ""] = content
+            state.move(number, digest, journal)
+        logger.info("caught up with %s: change %d", peer, number)
+        self._standing = self._stand()
+
+    async def _content(self, peer: Peer, entry: Entry) -> bytes | None:
+        """Return the tensors of a change, from this server or from a peer."""
+        if entry.content is None:
+            return None
+        known = self.member.state.contents.get(entry.content)
+        if known is not None:
+            return known
+        content = await self.transport.content(peer, entry.content)
+        if await hashed(content) != entry.content:
+            raise PeerSilentError(f"{peer} sends other tensors than it names.")
+        return content
+
+    async def _tried(self, work: Awaitable[None]) -> None:
+        """Note why work failed, if it does."""
+        try:
+            await work
+        except ParallmError as problem:
+            self._failure = problem
+            self._log("catch up", "this server cannot catch up yet: %s", problem)
+        else:
+            self._failure = None
+
+    def peers(self) -> Sequence[Peer]:
+        """Return the servers that must take a change, this one included, lowest address first.
+
+        Raises:
+            PeerSilentError: one is not reachable, and is not excused; or this server's address is
+                not known.
+            PeerRefusedError: one refused, as of another release.
+            ConflictError: the fleet is split.
+        """
+        for peer, problem in sorted(self.problems.items()):
+            if peer not in self.excused:
+                raise problem if isinstance(problem, PeerRefusedError) else _without(problem)
+        if self.me is None:
+            raise PeerSilentError(UNKNOWN)
+        views = self.views()
+        if any(view.relation is Relation.FORKED for view in views.values()):
+            raise ConflictError(
+                "The servers of this fleet had different changes: `mlx_parallm fleet apply` makes "
+                "them alike."
+            )
+        return sorted((self.me, *views))
+
+    async def apply(self, *, force: bool) -> None:
+        """Do what an operator decides about a fleet that is split; this server's part.
+
+        A server of a smaller part becomes like the larger one. With ``force`` the servers that are
+        not reachable now no longer keep the others from changing, until they are back.
+
+        Raises:
+            ParallmError: this server cannot become like the others.
+        """
+        await self.look()
+        await self.catch_up()
+        if force:
+            self.excused |= self.problems.keys()
+        views = self.views()
+        forked = {peer: view for peer, view in views.items() if view.relation is Relation.FORKED}
+        if forked and not self._standing.is_ready:
+            await self.become(largest(forked)[0])
+
+    def _log(self, key: str, message: str, *args: object) -> None:
+        """Log a line, unless there was one about this key within the last minute."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._logged.get(key, -LOG_S) >= LOG_S:
+            self._logged[key] = now_s
+            logger.warning(message, *args)
+
+
+def _without(problem: ParallmError) -> PeerSilentError:
+    return PeerSilentError(
+        f"{problem} Nothing was changed; `mlx_parallm fleet apply --force` lets the others change "
+        "without it."
+    )

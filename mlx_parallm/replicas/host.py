@@ -1,0 +1,36 @@
+"""The server that a member of a fleet changes, as the member sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from mlx_parallm.replicas.entries import Head
+
+
+class StagedChange(Protocol):
+    """A change that is prepared and not served; see ``engine.changes.Staged``."""
+
+    async def commit(self) -> Any:
+        """Let requests see it; return its result."""
+        ...
+
+    async def drop(self) -> None:
+        """Forget it."""
+        ...
+
+
+class Host(Protocol):
+    """Carries out changes at one server."""
+
+    async def stage(self, head: Head, content: bytes | None) -> StagedChange:
+        """Return a change once it is staged; raise ParallmError if it cannot be."""
+        ...
+
+    def versions(self) -> Mapping[str, Mapping[str, str]]:
+        """Return the labels of weights ("models") and of adapters ("adapters"), by name."""
+        ...
+
+    def largest_label(self) -> int:
+        """Return the largest number that is a label here; 0 if none is one."""
+        ...

@@ -1,0 +1,320 @@
+"""One server of a fleet: the change that it has staged, and the state that its changes made."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_parallm.replicas.entries import (
+    DECIDED_FIRST,
+    GENESIS,
+    MIXED,
+    Entry,
+    Journal,
+    Step,
+    journaled,
+    way,
+)
+from mlx_parallm.replicas.host import Host, StagedChange
+from mlx_parallm.types.errors import ConflictError, InvalidRequestError, NotFoundError, ParallmError
+
+logger = logging.getLogger(__name__)
+
+# STAGE_S: a staged change is dropped after this time without a word of its coordinator.
+STAGE_S = 60.0
+# WAIT_S: time that a change waits for the one before it.
+WAIT_S = 10.0
+# MAX_ANCESTORS: earlier states that a server knows: a peer in one of them is behind, not different.
+MAX_ANCESTORS = 4096
+# INLINE_BYTES: tensors up to this size are hashed on the event loop.
+INLINE_BYTES = 64 * 1024
+#: ``STALE``: code of a refusal because the fleet has changed since the change was numbered.
+STALE = "fleet_state"
+#: ``BUSY``: code of a refusal because another change is staged.
+BUSY = "fleet_busy"
+
+
+class StaleChangeError(ConflictError):
+    """The change follows another state than the server's; its coordinator numbers it anew."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code=STALE)
+
+
+@dataclass(slots=True)
+class _Held:
+    """The change that a server has staged, or is staging.
+
+    Attributes:
+        entry: the change.
+        content: its tensors.
+        staged: None until it is staged.
+        is_committing: True once it can no longer be dropped.
+        is_dropped: True if it is to be dropped as soon as it is staged.
+        expires: drops it.
+    """
+
+    entry: Entry
+    content: bytes | None
+    staged: StagedChange | None = None
+    is_committing: bool = False
+    is_dropped: bool = False
+    expires: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True)
+class MemberState:
+    """The state that a server's changes made.
+
+    Attributes:
+        number: of the latest change.
+        digest: of all changes.
+        journal: what a fresh server needs to be like this one.
+        contents: the tensors of the journal's changes, by their digests.
+        seen: the largest number of a change that this server has heard of.
+        ancestors: digests of earlier states.
+    """
+
+    number: int = 0
+    digest: str = GENESIS
+    journal: Journal = ()
+    contents: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    seen: int = 0
+    ancestors: dict[str, None] = field(default_factory=dict[str, None])
+
+    def knows(self, digest: str) -> bool:
+        """True if this is an earlier state, or the state of a fresh server."""
+        return digest in self.ancestors or (digest == GENESIS != self.digest)
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if the server stopped on its way to another state."""
+        return self.digest == MIXED
+
+    def leave(self, target: Journal) -> Sequence[Step]:
+        """Return the way to another state. Until its end, the server is in none."""
+        steps = way(self.journal, target, is_mixed=self.is_mixed)
+        self.journal = tuple({entry.digest: entry for entry in (*self.journal, *target)}.values())
+        if not self.is_mixed:
+            self.ancestors[self.digest] = None
+            self.digest = MIXED
+        return steps
+
+    def advance(self, entry: Entry, content: bytes | None) -> None:
+        """Note that a change was carried out."""
+        if entry.content is not None and content is not None:
+            self.contents[entry.content] = content
+        self.move(entry.number, entry.digest, journaled(self.journal, entry))
+
+    def move(self, number: int, digest: str, journal: Journal) -> None:
+        """Note that this server is in another state now."""
+        if not self.is_mixed:
+            self.ancestors[self.digest] = None
+        while len(self.ancestors) > MAX_ANCESTORS:
+            del self.ancestors[next(iter(self.ancestors))]
+        self.ancestors.pop(digest, None)
+        self.number, self.digest, self.journal = number, digest, journal
+        self.seen = max(self.seen, number)
+        needed = {entry.content for entry in journal}
+        self.contents = {key: body for key, body in self.contents.items() if key in needed}
+
+
+class Member:
+    """Stages, commits and drops the changes of a fleet at one server; lives on the event loop.
+
+    Attributes:
+        host: the server.
+        state: the state of its changes.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.state = MemberState()
+        self._held: _Held | None = None
+        self._is_moving = False
+        self._freed = asyncio.Event()
+
+    @property
+    def staged(self) -> Entry | None:
+        """Return the change that is staged, or is being staged."""
+        return None if self._held is None else self._held.entry
+
+    @property
+    def num_staged_bytes(self) -> int:
+        """Return the bytes of the change that is staged."""
+        return 0 if self._held is None else len(self._held.content or b"")
+
+    async def stage(
+        self,
+        entry: Entry,
+        content: bytes | None,
+        staging: Callable[[], Awaitable[StagedChange]] | None = None,
+    ) -> None:
+        """Stage a change, once the one before it has ended.
+
+        Args:
+            entry: the change.
+            content: its tensors.
+            staging: stages it at the host; by default the host does so by the entry.
+
+        Raises:
+            StaleChangeError: it follows another state than this server's.
+            ConflictError: another change is staged, and does not end.
+            InvalidRequestError: the tensors are others than the entry names.
+            ParallmError: what the host raises.
+        """
+        if self.staged is not None and self.staged.digest == entry.digest:
+            self.renew(entry.digest)
+            return
+        await _check_content(entry, content)
+        await self._wait_until_free()
+        if entry.parent != self.state.digest or entry.number <= self.state.seen:
+            raise StaleChangeError(
+                f"The change {entry.number} does not follow the state of this server, which is at "
+                f"change {self.state.number} and has heard of {self.state.seen}."
+            )
+        held = self._held = _Held(entry, content)
+        self.state.seen = entry.number
+        try:
+            stage = self.host.stage(entry.head, content) if staging is None else staging()
+            held.staged = await stage
+        except BaseException:
+            self._free(held)
+            raise
+        if held.is_dropped:
+            await self.drop(entry.digest)
+            raise ConflictError("This change was dropped while it was being staged.")
+        self.renew(entry.digest)
+
+    async def commit(self, digest: str) -> Any:
+        """Carry out the staged change; return its result, or None if that was done before.
+
+        Raises:
+            ConflictError: it is not staged here, perhaps no longer.
+            ParallmError: what the host raises; nothing has changed.
+        """
+        if digest == self.state.digest or self.state.knows(digest):
+            return None
+        held = self._held
+        if held is None or held.entry.digest != digest or held.staged is None:
+            raise ConflictError("This change is not staged here: it was never, or has expired.")
+        if held.is_committing:
+            raise ConflictError("This change is being committed.", code=BUSY)
+        held.is_committing = True
+        if held.entry.kind in DECIDED_FIRST:
+            self.state.advance(held.entry, held.content)
+            self._free(held)
+            return await held.staged.commit()
+        try:
+            result = await held.staged.commit()
+            self.state.advance(held.entry, held.content)
+        finally:
+            self._free(held)
+        return result
+
+    async def drop(self, digest: str) -> None:
+        """Forget the staged change if it is this one and is not being committed."""
+        held = self._held
+        if held is None or held.entry.digest != digest or held.is_committing:
+            return
+        if held.staged is None:
+            held.is_dropped = True
+        else:
+            held.is_committing = True
+            try:
+                await held.staged.drop()
+            finally:
+                self._free(held)
+
+    def renew(self, digest: str) -> None:
+        """Keep the staged change for as long again, if it is this one."""
+        held = self._held
+        if held is None or held.entry.digest != digest or held.staged is None:
+            return
+        if held.expires is not None:
+            held.expires.cancel()
+        loop = asyncio.get_running_loop()
+        held.expires = loop.call_later(STAGE_S, self._expire, digest)
+
+    def _expire(self, digest: str) -> None:
+        if self._held is not None and not self._held.is_committing:
+            logger.warning("a staged change was neither committed nor dropped; it is dropped")
+        dropping = asyncio.ensure_future(self.drop(digest))
+        dropping.add_done_callback(_report)
+
+    @contextlib.asynccontextmanager
+    async def moving(self) -> AsyncGenerator[MemberState]:
+        """Let the block bring this server to another state; nothing is staged meanwhile."""
+        await self._wait_until_free()
+        self._is_moving = True
+        try:
+            yield self.state
+        finally:
+            self._is_moving = False
+            self._freed.set()
+
+    async def carry_out(self, head: Mapping[str, Any], content: bytes | None) -> None:
+        """Stage a change at the host and commit it, within ``moving``."""
+        await (await self.host.stage(head, content)).commit()
+
+    def content(self, digest: str) -> bytes:
+        """Return the tensors of a change of the journal; raise NotFoundError if there are none."""
+        content = self.state.contents.get(digest)
+        if content is None:
+            raise NotFoundError("No change of the journal has this content.", param="digest")
+        return content
+
+    async def _wait_until_free(self) -> None:
+        """Return once no change is staged; raise ConflictError if that takes too long."""
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while self._held is not None or self._is_moving:
+                    self._freed.clear()
+                    await self._freed.wait()
+        except TimeoutError:
+            raise ConflictError(self._before(), code=BUSY) from None
+
+    def _before(self) -> str:
+        if self.staged is None:
+            return "This server is catching up with its fleet; try again."
+        return (
+            f"The change {self.staged.number} ({self.staged.kind}), which "
+            f"{self.staged.coordinator} coordinates, is before this one and has not ended."
+        )
+
+    def _free(self, held: _Held) -> None:
+        if held.expires is not None:
+            held.expires.cancel()
+        if self._held is held:
+            self._held = None
+            self._freed.set()
+
+
+async def _check_content(entry: Entry, content: bytes | None) -> None:
+    """Raise InvalidRequestError unless the content is that of the entry."""
+    if entry.content is None and not content:
+        return
+    if await hashed(content or b"") != entry.content:
+        raise InvalidRequestError("The tensors have another digest than the change says.")
+
+
+async def hashed(content: bytes) -> str:
+    """Return the ``content_digest`` without holding up the event loop."""
+    if len(content) <= INLINE_BYTES:
+        return content_digest(content)
+    return await asyncio.to_thread(content_digest, content)
+
+
+def content_digest(content: bytes) -> str:
+    """Return the SHA-256 of the tensors of a change, in hex."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _report(done: asyncio.Future[None]) -> None:
+    if not done.cancelled() and isinstance(problem := done.exception(), ParallmError):
+        logger.warning("a staged change could not be dropped: %s", problem)

@@ -1,0 +1,248 @@
+"""Changes reach all servers of a fleet or none, while some die, are cut off, slow or refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from mlx_parallm.replicas.fleet import POLL_S
+from mlx_parallm.replicas.member import STAGE_S
+from mlx_parallm.types.errors import ConflictError, ParallmError, PeerSilentError
+from tests.replica_fleet import Network, adapter, ignoring, settle, update
+from tests.virtual_time import in_virtual_time, run_virtual
+
+
+@asynccontextmanager
+async def fleet(num_servers: int = 3) -> AsyncGenerator[Network]:
+    """Provide a fleet whose servers have seen each other."""
+    network = Network(num_servers)
+    await asyncio.sleep(2 * POLL_S)
+    try:
+        yield network
+    finally:
+        network.close()
+
+
+def check_alike(network: Network) -> None:
+    """Check that all servers are ready, alike, and hold nothing that is staged."""
+    servers = list(network.servers.values())
+    for server in servers:
+        assert server.fleet.why_not_ready is None
+        assert server.host.facts == servers[0].host.facts
+        assert server.member.state.digest == servers[0].member.state.digest
+        assert server.host.num_staged == server.member.num_staged_bytes == 0
+        assert server.member.staged is None
+
+
+@in_virtual_time
+async def test_a_change_reaches_all() -> None:
+    async with fleet() as network:
+        outcome = await network.server(1).change(adapter(), b"one")
+        assert outcome.versions == {str(peer): "1" for peer in network.peers}
+        await network.server(2).change(update(), b"two")
+        await network.server(0).change({"kind": "pause", "mode": "keep", "clear_cache": False})
+        check_alike(network)
+        assert network.server(0).host.is_paused
+
+
+@in_virtual_time
+async def test_a_refusal_anywhere_leaves_all_as_they_were() -> None:
+    async with fleet() as network:
+        for number in range(3):
+            network.server(number).host.refuses = True
+            with pytest.raises(ParallmError, match="does not fit"):
+                await network.server(1).change(adapter(), b"one")
+            network.server(number).host.refuses = False
+            check_alike(network)
+            assert network.server(1).host.adapters == {}
+        await network.server(1).change(adapter(), b"one")
+        check_alike(network)
+
+
+@in_virtual_time
+async def test_a_silent_peer_is_named_and_nothing_changes() -> None:
+    async with fleet() as network:
+        network.kill(network.peers[2])
+        with pytest.raises(PeerSilentError, match=r"10\.0\.0\.3.*--force"):
+            await network.server(0).change(adapter(), b"one")
+        assert network.server(0).host.adapters == {}
+        network.start(network.peers[2])
+        await asyncio.sleep(2 * POLL_S)
+        await network.server(0).change(adapter(), b"one")
+        check_alike(network)
+
+
+@in_virtual_time
+async def test_changes_at_once_come_one_after_another() -> None:
+    async with fleet() as network:
+        changes = [
+            network.server(number % 3).change(adapter(f"a{number}"), b"%d" % number)
+            for number in range(6)
+        ]
+        outcomes = await asyncio.gather(*changes)
+        labels = [outcome.versions[str(network.peers[0])] for outcome in outcomes]
+        assert len(set(labels)) == 6
+        check_alike(network)
+
+
+@in_virtual_time
+async def test_a_coordinator_that_dies_before_the_commit_leaves_nothing() -> None:
+    async with fleet() as network:
+        network.server(2).host.delay_s = 5.0
+        network.server(1).run(network.server(1).change(adapter(), b"one"))
+        await asyncio.sleep(1.0)
+        network.kill(network.peers[1])
+        await asyncio.sleep(STAGE_S + 10)
+        assert network.server(0).host.num_staged == 0
+        network.start(network.peers[1])
+        await settle(network)
+        check_alike(network)
+        assert network.server(0).host.adapters == {}
+        network.server(2).host.delay_s = 0.0
+        await network.server(0).change(adapter(), b"two")
+        check_alike(network)
+
+
+@in_virtual_time
+async def test_a_peer_that_dies_between_stage_and_commit_comes_back_with_the_change() -> None:
+    async with fleet() as network:
+        network.server(0).host.delay_s = 5.0
+        change = network.server(1).run(network.server(1).change(adapter(), b"one"))
+        network.server(1).host.delay_s = 2.0
+        # The lowest stages for 5 s, the others for 2 s, and then the coordinator commits for 2 s.
+        await asyncio.sleep(8.0)
+        network.kill(network.peers[2])
+        outcome = await change
+        assert outcome.versions[str(network.peers[2])] is None
+        network.start(network.peers[2])
+        assert network.server(2).fleet.why_not_ready is not None
+        await asyncio.sleep(3 * POLL_S)
+        check_alike(network)
+        assert network.server(2).host.adapters
+
+
+@in_virtual_time
+async def test_a_late_joiner_gets_all() -> None:
+    async with fleet() as network:
+        network.kill(network.peers[2])
+        for number in (0, 1):
+            network.server(number).fleet.excused = {network.peers[2]}
+        for name in "abc":
+            await network.server(0).change(adapter(name), name.encode())
+        await network.server(1).change(update(), b"weights")
+        await network.server(1).change({"kind": "pause", "mode": "keep", "clear_cache": False})
+        network.start(network.peers[2])
+        assert network.server(2).fleet.why_not_ready is not None
+        await asyncio.sleep(3 * POLL_S)
+        check_alike(network)
+        assert set(network.server(2).host.adapters) == {"a", "b", "c"}
+        assert network.server(2).host.is_paused
+
+
+@in_virtual_time
+async def test_halves_that_changed_apart_differ_in_labels_until_an_operator_decides() -> None:
+    async with fleet() as network:
+        await network.server(0).change(update(), b"before")
+        network.cut([0], [1, 2])
+        await asyncio.sleep(5 * POLL_S)
+        for server in network.servers.values():
+            assert server.fleet.why_not_ready is None
+            await server.fleet.apply(force=True)
+        first = await network.server(0).change(update(), b"here")
+        second = await network.server(1).change(update(), b"there")
+        assert set(first.versions.values()).isdisjoint(second.versions.values())
+        network.cuts = set()
+        await asyncio.sleep(5 * POLL_S)
+        why = network.server(0).fleet.why_not_ready
+        assert why is not None
+        assert "other changes" in why
+        assert network.server(1).fleet.why_not_ready is None
+        with pytest.raises(ConflictError, match="fleet apply"):
+            await network.server(1).change(adapter(), b"x")
+        for server in network.servers.values():
+            await server.fleet.apply(force=False)
+        await asyncio.sleep(2 * POLL_S)
+        check_alike(network)
+        assert network.server(0).host.label in second.versions.values()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_histories(seed: int) -> None:
+    run_virtual(history(random.Random(seed)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12, 312))
+def test_more_random_histories(seed: int) -> None:
+    run_virtual(history(random.Random(seed)))
+
+
+async def history(dice: random.Random) -> None:
+    """Let anything happen; in the end all are alike, and no label ever had two contents."""
+    async with fleet(dice.choice((2, 3, 4))) as network:
+        for _ in range(dice.randrange(10, 40)):
+            act(network, dice)
+            await asyncio.sleep(dice.choice((0.0, 0.01, 0.5, 3.0, 30.0)))
+        network.cuts, network.latency_s = set(), 0.001
+        for peer in network.peers:
+            if peer not in network.servers:
+                network.start(peer)
+        for server in network.servers.values():
+            server.host.refuses, server.host.delay_s = False, 0.0
+        await settle(network)
+        ready = [each for each in network.servers.values() if each.fleet.why_not_ready is None]
+        assert len({each.member.state.digest for each in ready}) <= 1
+        for server in list(network.servers.values()):
+            await server.fleet.apply(force=False)
+        await settle(network)
+        check_alike(network)
+        await network.server(0).change(adapter("last"), b"last")
+        check_alike(network)
+
+
+def act(network: Network, dice: random.Random) -> None:
+    """Do one thing to a fleet."""
+    up = [peer for peer in network.peers if peer in network.servers]
+    peer = dice.choice(network.peers)
+    server = network.servers.get(peer)
+    match dice.randrange(10):
+        case 0 if len(up) > 1 and server is not None:
+            network.kill(peer)
+        case 1 if server is None:
+            network.start(peer)
+        case 2:
+            numbers = list(range(len(network.peers)))
+            dice.shuffle(numbers)
+            half = dice.randrange(len(numbers))
+            network.cut(numbers[:half], numbers[half:])
+        case 3:
+            network.cuts = set()
+        case 4:
+            network.latency_s = dice.choice((0.001, 0.3, 1.5))
+        case 5 if server is not None:
+            server.host.refuses = dice.random() < 0.5
+        case 6 if server is not None:
+            server.host.delay_s = dice.choice((0.0, 0.1, 5.0, 70.0))
+        case 7 if server is not None and dice.random() < 0.3:
+            server.run(tried(server.fleet.apply(force=dice.random() < 0.5)))
+        case _ if server is not None:
+            content = b"%d" % dice.randrange(10**9)
+            heads = [
+                adapter(dice.choice("ab")),
+                update(*dice.sample("xyz", dice.randrange(1, 4))),
+                {"kind": "unload_adapter", "name": "a", "model": "m"},
+                {"kind": "pause", "mode": "keep", "clear_cache": False},
+                {"kind": "resume"},
+            ]
+            head = dice.choice(heads)
+            body = content if "expected_version" in head else None
+            server.run(tried(server.change(head, body)))
+
+
+async def tried(work) -> None:
+    with ignoring():
+        await work
