@@ -57,6 +57,9 @@ class ServerConfig:
             it. Empty: one GPU for each engine.
         engines: HOST:PORT of each engine of another machine, which serves the same models.
         peer_key_file: has the key that those machines know too.
+        peers: addresses of the servers that change together with this one; see ``parse_peers``.
+        peer_key: the admin key that they are sent; None: the first one of this server.
+        peer_url: this server's own address among them; None finds it out.
         api_server_count: processes that speak HTTP; 1: the server's own.
         shutdown_timeout_s: time that running requests get to finish after SIGTERM.
         shutdown_delay_s: time after SIGTERM in which requests are still served, while /health and
@@ -101,6 +104,9 @@ class ServerConfig:
     data_parallel_devices: tuple[str, ...] = ()
     engines: tuple[str, ...] = ()
     peer_key_file: Path | None = None
+    peers: tuple[str, ...] = ()
+    peer_key: str | None = field(default=None, repr=False)
+    peer_url: str | None = None
     api_server_count: int = 1
     shutdown_timeout_s: float = 30.0
     shutdown_delay_s: float = 0.0

@@ -6,11 +6,12 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import IO
@@ -81,6 +82,7 @@ class ServerProcess:
         descriptors: tuple[int, int] | None = None,
         program: Sequence[str] = ("mlx_parallm",),
         is_forked: bool = True,
+        listener: socket.socket | None = None,
     ) -> None:
         """Start it.
 
@@ -91,6 +93,7 @@ class ServerProcess:
                 ``RANKS`` says, or 1.
             descriptors: the soft and the hard limit that it begins with; None for this process's.
             program: the module that has the command ``serve``, with its arguments.
+            listener: a bound socket to serve on, which stays open; None for a new one.
             is_forked: False for a process that imports its modules itself, as a user's does.
         """
         start = ForkedProcess if is_forked else ChildProcess
@@ -100,7 +103,7 @@ class ServerProcess:
         # The tests must not read or write the data folder of the user.
         self._data = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         data_dir = {"MLX_PARALLM_DATA_DIR": str(Path(self._data.name) / "data")}
-        with bind("127.0.0.1", 0) as listener:
+        with nullcontext(listener) if listener is not None else bind("127.0.0.1", 0) as listener:
             self.port = listener.getsockname()[1]
             self.url = f"http://127.0.0.1:{self.port}"
             fd = listener.fileno()

@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -39,6 +39,7 @@ from mlx_parallm.api.http.openapi import Example, add_examples, read_examples
 from mlx_parallm.api.http.request_counts import CountingMiddleware, RequestCounts
 from mlx_parallm.api.http.routing import DeclaredRoute, RouteIndex, declared_routes
 from mlx_parallm.api.mezo.rewards import RolloutRewards
+from mlx_parallm.api.replicas.answers import PeersMiddleware
 from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.store import ResponseStore
 from mlx_parallm.api.turns.images import Images
@@ -48,6 +49,9 @@ from mlx_parallm.serving.interface import EngineClient, RequestClient
 from mlx_parallm.training.jobs.service import JobService
 from mlx_parallm.training.service import TrainingService
 from mlx_parallm.training.session_store import SessionLimits
+
+if TYPE_CHECKING:
+    from mlx_parallm.replicas.service import Replicas
 
 #: Modules with ``routes``. The order within a group is that of the OpenAPI document.
 SLICES = (
@@ -95,6 +99,8 @@ SLICES = (
 STORING_SLICES = ("files.routes", "files.batches")
 #: Those of applications with ``--kv-serve``.
 KV_SLICES = ("kv.routes",)
+#: Those of servers that change together.
+REPLICA_SLICES = ("replicas.routes",)
 
 
 class Application(FastAPI):
@@ -152,11 +158,32 @@ def create_app(
     app.state.counts = RequestCounts()
     if app.state.batches is not None:
         app.router.routes += routes_of(STORING_SLICES)
+    app.state.replicas = _replicas(app, engine, config)
     if engine.config.kv_peers.is_served:
         app.router.routes += routes_of(KV_SLICES)
     install_error_handlers(app)
     _add_middleware(app, config, checked_hosts(config, bound_to))
     return app
+
+
+def _replicas(app: FastAPI, engine: EngineClient, config: ServerConfig) -> Replicas | None:
+    """Return the part of an application in its fleet; None if it is of none."""
+    if not config.peers:
+        return None
+    # Servers without peers do not import an HTTP client.
+    from mlx_parallm.replicas.peers import parse_peer, parse_peers  # noqa: PLC0415
+    from mlx_parallm.replicas.service import Replicas  # noqa: PLC0415
+
+    keys = [key for key in (config.peer_key, *config.admin_api_keys, *config.api_keys) if key]
+    app.router.routes += routes_of(REPLICA_SLICES)
+    return Replicas(
+        engine.control,
+        engine.directory.own_folder,
+        parse_peers(config.peers),
+        me=None if config.peer_url is None else parse_peer(config.peer_url, "--peer-url"),
+        key=keys[0] if keys else None,
+        max_bytes=max(config.max_adapter_bytes, config.max_weights_bytes),
+    )
 
 
 def _training(app: ASGIApp, engine: EngineClient, config: ServerConfig) -> TrainingService | None:
@@ -204,11 +231,16 @@ async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
     if jobs is not None:
         jobs.start()
     app.state.load_log.start()
+    replicas: Replicas | None = app.state.replicas
+    if replicas is not None:
+        replicas.start()
     models = asyncio.ensure_future(app.state.engine.directory.watch())
     try:
         yield
     finally:
         models.cancel()
+        if replicas is not None:
+            await replicas.stop()
         await app.state.load_log.stop()
         if service is not None:
             await service.stop()
@@ -279,6 +311,8 @@ def examples_of(slices: Iterable[str]) -> dict[str, Example]:
 def _add_middleware(app: FastAPI, config: ServerConfig, hosts: frozenset[str] | None) -> None:
     # The last added runs first.
     app.add_middleware(DirectMiddleware)
+    if config.peers:
+        app.add_middleware(PeersMiddleware)
     app.add_middleware(HeadMiddleware)
     app.add_middleware(BodyBudgetMiddleware, config=config)
     keys = KeyRing((*config.api_keys, *config.admin_api_keys) if config.api_keys else ())

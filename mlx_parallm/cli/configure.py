@@ -23,6 +23,7 @@ from mlx_parallm.cli.former_settings import (
     warning_of,
 )
 from mlx_parallm.cli.kv_peers import checked_peers
+from mlx_parallm.cli.replica_peers import check_replicas
 from mlx_parallm.cli.setting import DEFAULTS, ENVIRONMENT_PREFIX, GROUPS, Setting, variable_of
 from mlx_parallm.cli.setting_values import PerModel, check_owner, owner_names, per_model
 from mlx_parallm.cli.settings import SETTINGS
@@ -236,6 +237,7 @@ def build_config(sourced_values: Mapping[str, SourcedValue]) -> tuple[EngineConf
         **{part: type(DEFAULTS[part])(**parts[part]) for part in ENGINE_PARTS},
         **parts["engine"],
     )
+    check_replicas(server)
     return replace(engine, kv_peers=checked_peers(engine, server)), server
 
 

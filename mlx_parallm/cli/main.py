@@ -57,6 +57,7 @@ COMMANDS: Mapping[str, Command] = {
         "mlx_parallm.cli.models.command",
         "list, fetch, convert and remove models, or load them into a running server",
     ),
+    "fleet": Command("mlx_parallm.cli.fleet.command", "show and mend servers that change together"),
     "kv": Command("mlx_parallm.cli.kv", "show or remove the KV that servers keep on a disk"),
     "doctor": Command(
         "mlx_parallm.cli.doctor.command",

@@ -279,6 +279,15 @@ SETTINGS: tuple[Setting, ...] = (
              metavar="FILE"),
     _setting("admin-api-key-file", "server.admin_api_keys", values.keys_in_file, ADDRESS,
              "file with a key on each line; added to --admin-api-key.", metavar="FILE"),
+    _setting("peers", "server.peers", values.listed, ADDRESS,
+             "servers that change together with this one, itself included: http://HOST:PORT, or "
+             "dns://NAME:PORT for all addresses of a name. Adapters, weights, pauses and models "
+             "that change at one change at all or at none. See docs/replicas.md.", metavar="URL"),
+    _setting("peer-key", "server.peer_key", values.text, ADDRESS,
+             "admin key that peers are sent; the first admin key if not given.", metavar="KEY"),
+    _setting("peer-url", "server.peer_url", values.text, ADDRESS,
+             "address of this server among its peers; it finds itself in their list if not given.",
+             metavar="URL"),
     _setting("allowed-hosts", "server.allowed_hosts", values.hosts, ADDRESS,
              "hosts that requests without an API key may name (Host header), besides localhost "
              "and loopback addresses; * for any. If not given, a server that listens beyond the "

@@ -234,9 +234,14 @@ class ModelDirectory:
         """
         entry = self._residency.by_name.get(name)
         if entry is not None:
-            source = entry.config.path or DEMO_NAME
-            own = demo_folder(source) or Path(source).expanduser()
+            own = _folder_of(entry)
             entry.is_changed = folder is None or folder.resolve() != own.resolve()
+
+    def own_folder(self, name: str) -> Path | None:
+        """Return the folder that a model is loaded from; None if it has none on this disk."""
+        entry = self._residency.by_name.get(name)
+        folder = None if entry is None else _folder_of(entry)
+        return folder if folder is not None and folder.is_dir() else None
 
     async def load(self, load: ModelLoad) -> ModelStatus:
         """Serve one more model; return once it is loaded.
@@ -345,6 +350,11 @@ class ModelDirectory:
                 raise _name_is_taken(name)
         config = replace(self._defaults, path=source, served_names=names)
         return ModelEntry(self._with_settings(config, load), names)
+
+
+def _folder_of(entry: ModelEntry) -> Path:
+    source = entry.config.path or DEMO_NAME
+    return demo_folder(source) or Path(source).expanduser()
 
 
 def _plain(load: ModelLoad) -> ModelLoad:

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 1.0
 # LOG_S: seconds between two log lines about the same peer.
 LOG_S = 60.0
+# ALIVE_S: a peer that has not answered for this time counts as silent in what may take long.
+ALIVE_S = 10.0
 UNKNOWN = (
     "This server does not know yet which of its peers it is: none lists it, or none has answered. "
     "Name its own address with --peer-url."
@@ -68,6 +70,7 @@ class Fleet:
         self._failure: ParallmError | None = None
         self._logged: dict[str, float] = {}
         self._looks = asyncio.Lock()
+        self._answered_s: dict[Peer, float] = {}
 
     @property
     def why_not_ready(self) -> str | None:
@@ -129,9 +132,15 @@ class Fleet:
                 instances.add(answer.instance)
                 states[peer] = answer
         self.states, self.problems = states, problems
+        self._answered_s |= dict.fromkeys(states, asyncio.get_running_loop().time())
         self.excused &= problems.keys()
         self._find_own_address()
         self._standing = self._stand()
+
+    def is_alive(self, peer: Peer) -> bool:
+        """True if a peer has answered lately."""
+        now_s = asyncio.get_running_loop().time()
+        return now_s - self._answered_s.get(peer, now_s) < ALIVE_S
 
     def _find_own_address(self) -> None:
         """Take this server's address from those that list it."""

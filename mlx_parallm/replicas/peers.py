@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,6 +31,8 @@ REDIRECTS = range(300, 400)
 # RELEASE: the form of a version number, so that a stranger's header is not repeated in a log.
 RELEASE = re.compile(r"[\w.+-]{1,40}")
 
+#: ``Content``: a body, whole or in pieces; its length is in the headers then.
+Content = bytes | AsyncGenerator[bytes] | None
 #: ``Lookup``: returns the addresses of a host name.
 Lookup = Callable[[str, int], Awaitable[Sequence[str]]]
 
@@ -84,14 +86,14 @@ class PeerList:
 
 
 def parse_peers(values: Iterable[str], flag: str = "--peers") -> PeerList:
-    """Return the peers of a setting: URLs, and names as ``dns://NAME:PORT``.
+    """Return the peers of a setting: URLs, and names as ``dns://NAME:PORT``; commas separate too.
 
     Raises:
         ConfigError: one is no such address, or comes twice.
     """
     peers: list[Peer] = []
     names: list[HostName] = []
-    for value in values:
+    for value in ",".join(values).split(","):
         if value.startswith(f"{DNS}://"):
             names.append(_host_name(value, flag))
         else:
@@ -195,7 +197,7 @@ class PeerClient:
         path: str,
         *,
         within_s: float | None,
-        content: bytes | None = None,
+        content: Content = None,
         headers: Mapping[str, str] | None = None,
         max_bytes: int = MAX_JSON_BYTES,
     ) -> PeerAnswer:
@@ -230,7 +232,7 @@ class PeerClient:
         peer: Peer,
         method: str,
         path: str,
-        content: bytes | None,
+        content: Content,
         headers: Mapping[str, str],
         max_bytes: int,
     ) -> PeerAnswer:

@@ -27,6 +27,7 @@
     │   ├── RequestLostError        the engine died that had this request          (HTTP 503)
     │   └── RankLostError           another process of the model is gone or hangs  (HTTP 503)
     ├── PeerSilentError             a server of the fleet does not answer          (HTTP 503)
+    ├── NotReadyError               this server is not like its fleet, or drained  (HTTP 503)
     ├── SessionLostError            the engine has no such training session        (HTTP 503)
     ├── StorageError                the data folder does not work                  (HTTP 500)
     │   └── StorageInUseError       another process has the data folder            (HTTP 503)
@@ -258,6 +259,10 @@ class RankLostError(EngineDeadError):
 
 class PeerSilentError(ParallmError):
     """A peer does not answer, or not as a server of this kind."""
+
+
+class NotReadyError(ParallmError):
+    """A server should get no requests now, though it would answer them."""
 
 
 class SessionLostError(ParallmError):

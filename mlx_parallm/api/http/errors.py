@@ -55,6 +55,7 @@ STATUS: Mapping[type[errors.ParallmError], Status] = {
     errors.EngineDeadError: Status(503, "engine_dead"),
     errors.RequestLostError: Status(503, "request_lost"),
     errors.PeerSilentError: Status(503, "peer_silent"),
+    errors.NotReadyError: Status(503, "not_ready"),
     errors.SessionLostError: Status(503, "session_lost"),
     errors.OutOfMemoryError: Status(503, "out_of_memory"),
     errors.RequestAbortedError: Status(503, "request_aborted"),

@@ -18,6 +18,7 @@ from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.request_counts import RequestCounts
 from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.api.replicas.standing import check_standing
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.training.service import TrainingService
 from mlx_parallm.types.errors import EngineDeadError
@@ -43,8 +44,10 @@ async def ping(_engine: OpenEngineDep) -> Response:
 
 
 @routes.get("/ready", is_polled=True)
-async def ready(engine: OpenEngineDep) -> ReadyResponse:
+async def ready(engine: OpenEngineDep, request: Request) -> ReadyResponse:
     """Report how many engines get requests; 503 with the reason if none does.
+
+    With ``--peers`` it is also 503 while this server is not like the rest of its fleet.
 
     An engine that is started anew counts once it has the weights and adapters of the others. A
     pause does not change the answer, so that the request that ends it reaches the server.
@@ -53,6 +56,7 @@ async def ready(engine: OpenEngineDep) -> ReadyResponse:
     num_ready = sum(each is Readiness.READY for each in readiness)
     if not num_ready:
         raise EngineDeadError(f"No engine is ready: 0 of {len(readiness)}.")
+    check_standing(request)
     steps_s = [round(step_s, 3) for step_s in engine.steps_s()]
     return ReadyResponse(ready=num_ready, engines=len(readiness), steps_s=steps_s)
 

@@ -1,0 +1,93 @@
+"""Questions and changes to peers by HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mlx_parallm.replicas.entries import Entry, Journal
+from mlx_parallm.replicas.frames import pack_head, pieces
+from mlx_parallm.replicas.peers import Peer, PeerAnswer, PeerClient
+from mlx_parallm.replicas.transport import PeerState, StateQuery
+from mlx_parallm.types.errors import InvalidRequestError, PeerSilentError
+from mlx_parallm.types.json_values import is_list
+
+# STATE_S: time that a peer has to say how it is; it takes longer only if it is in trouble.
+STATE_S = 3.0
+# CHECK_S: seconds between two looks at whether a peer that takes long is alive.
+CHECK_S = 1.0
+PREFIX = "/v1/peers"
+CONTENTS = "/v1/contents"
+
+#: ``IsAlive``: True if a peer has answered lately.
+IsAlive = Callable[[Peer], bool]
+
+
+@dataclass(slots=True)
+class HttpTransport:
+    """Implements ``Transport``. What may take long ends when its peer is no longer alive.
+
+    Attributes:
+        client: asks.
+        max_bytes: of the tensors of a change.
+        is_alive: True to go on waiting for a peer.
+    """
+
+    client: PeerClient
+    max_bytes: int
+    is_alive: IsAlive = lambda _: True
+
+    async def state(self, peer: Peer, query: StateQuery) -> PeerState:
+        """See ``Transport``."""
+        path = f"{PREFIX}/state?digest={query.digest}"
+        if query.holding is not None:
+            path += f"&holding={query.holding}"
+        answer = await self.client.ask(peer, "GET", path, within_s=STATE_S)
+        return PeerState.from_json(peer, answer.json(peer))
+
+    async def stage(self, peer: Peer, entry: Entry, content: bytes | None) -> None:
+        """See ``Transport``."""
+        head = pack_head(entry)
+        length = len(head) + len(content or b"")
+        headers = {"content-type": "application/octet-stream", "content-length": str(length)}
+        await self._ask_long(
+            peer, "POST", f"{PREFIX}/stage", content=pieces(head, content), headers=headers
+        )
+
+    async def commit(self, peer: Peer, digest: str) -> None:
+        """See ``Transport``."""
+        await self._ask_long(peer, "POST", f"{PREFIX}/commit?digest={digest}")
+
+    async def drop(self, peer: Peer, digest: str) -> None:
+        """See ``Transport``."""
+        await self.client.ask(peer, "POST", f"{PREFIX}/drop?digest={digest}", within_s=STATE_S)
+
+    async def journal(self, peer: Peer) -> tuple[int, str, Journal]:
+        """See ``Transport``."""
+        answer = await self.client.ask(peer, "GET", f"{PREFIX}/journal", within_s=10 * STATE_S)
+        value = answer.json(peer)
+        number, digest, journal = value.get("number"), value.get("digest"), value.get("journal")
+        if not (isinstance(number, int) and isinstance(digest, str) and is_list(journal)):
+            raise PeerSilentError(f"{peer} does not answer as a server of a fleet.")
+        try:
+            return number, digest, tuple(map(Entry.from_json, journal))
+        except InvalidRequestError:
+            raise PeerSilentError(f"{peer} has a journal that cannot be read.") from None
+
+    async def content(self, peer: Peer, digest: str) -> bytes:
+        """See ``Transport``."""
+        answer = await self._ask_long(peer, "GET", f"{CONTENTS}/{digest}", max_bytes=self.max_bytes)
+        return answer.body
+
+    async def _ask_long(self, peer: Peer, method: str, path: str, **options: object) -> PeerAnswer:
+        """Return the answer to what may take as long as a load, while the peer is alive."""
+        work = self.client.ask(peer, method, path, within_s=None, **options)  # pyright: ignore[reportArgumentType]
+        asking = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait([asking], timeout=CHECK_S))[0]:
+                if not self.is_alive(peer):
+                    raise PeerSilentError(f"{peer} no longer answers.")
+            return asking.result()
+        finally:
+            asking.cancel()

@@ -1,0 +1,128 @@
+"""A server's part in its fleet, made of its settings and its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.engine.control import EngineControl
+from mlx_parallm.replicas.engine_host import EngineHost, FleetChanges
+from mlx_parallm.replicas.fan_out import FanOut
+from mlx_parallm.replicas.fleet import Fleet
+from mlx_parallm.replicas.http_transport import PREFIX, HttpTransport
+from mlx_parallm.replicas.member import Member
+from mlx_parallm.replicas.peers import Peer, PeerClient, PeerList
+from mlx_parallm.types.errors import ParallmError
+
+# APPLY_S: time that a peer gets to become like the others because an operator said so.
+APPLY_S = 600.0
+
+
+class Replicas:
+    """Lets the operator's changes of an engine reach all servers of a fleet.
+
+    Attributes:
+        member: this server.
+        fleet: its view of the others.
+        max_bytes: most bytes of the tensors of a change.
+    """
+
+    def __init__(
+        self,
+        control: EngineControl,
+        own_folder: Callable[[str], Path | None],
+        peers: PeerList,
+        *,
+        me: Peer | None,
+        key: str | None,
+        max_bytes: int,
+    ) -> None:
+        """Take over the changes of ``control``.
+
+        Args:
+            control: the commands of the operator.
+            own_folder: see ``Folders``.
+            peers: the servers of the fleet.
+            me: this one's address; None finds it out.
+            key: for the peers.
+            max_bytes: see the class.
+        """
+        self.max_bytes = max_bytes
+        self._peers = peers
+        self._client = PeerClient(key, ())
+        self.member = Member(EngineHost(control, own_folder))
+        transport = HttpTransport(self._client, max_bytes, self._is_alive)
+        self.fleet = Fleet(self.member, transport, self._listed, me=me)
+        control.changes = FleetChanges(control, FanOut(self.fleet))
+        self._watching: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look at the peers."""
+        self._watching = asyncio.ensure_future(self.fleet.watch())
+
+    async def stop(self) -> None:
+        """Look no more, and close all connections."""
+        if self._watching is not None:
+            self._watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watching
+        await self._client.close()
+
+    async def apply(self, *, force: bool, everywhere: bool) -> None:
+        """See ``Fleet.apply``; ``everywhere``: at this server, and then at all reachable ones.
+
+        Raises:
+            ParallmError: a server cannot become like the others.
+        """
+        await self.fleet.apply(force=force)
+        if everywhere:
+            path = f"{PREFIX}/apply?everywhere=false&force={str(force).lower()}"
+            answers = [
+                self._client.ask(peer, "POST", path, within_s=APPLY_S) for peer in self.fleet.states
+            ]
+            results = await asyncio.gather(*answers, return_exceptions=True)
+            await self.fleet.look()
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+
+    def status(self) -> Mapping[str, Any]:
+        """Return the state of each server of the fleet."""
+        fleet, own = self.fleet, self.member.state
+        here = {
+            "url": None if fleet.me is None else str(fleet.me),
+            "number": own.number,
+            "ready": fleet.why_not_ready is None,
+            "reason": fleet.why_not_ready,
+            **self.member.host.versions(),
+        }
+        rows = [here | {"here": True}]
+        rows += [
+            {
+                "url": str(peer),
+                "number": state.number,
+                "ready": state.why is None,
+                "reason": state.why,
+                **state.versions,
+                "here": False,
+            }
+            for peer, state in fleet.states.items()
+        ]
+        rows += [_lost(peer, problem, fleet.excused) for peer, problem in fleet.problems.items()]
+        return {"object": "fleet", "data": sorted(rows, key=lambda row: row["url"] or "")}
+
+    async def _listed(self) -> Sequence[Peer]:
+        """Return the peers as names are resolved now; only these are asked from now on."""
+        self._client.listed = await self._peers.resolved()
+        return self._client.listed
+
+    def _is_alive(self, peer: Peer) -> bool:
+        return self.fleet.is_alive(peer)
+
+
+def _lost(peer: Peer, problem: ParallmError, excused: set[Peer]) -> dict[str, Any]:
+    reason = f"{problem} The others change without it." if peer in excused else str(problem)
+    return {"url": str(peer), "number": None, "ready": False, "reason": reason, "here": False}

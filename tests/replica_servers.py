@@ -1,0 +1,102 @@
+"""Real servers that change together, on addresses that they keep when they start anew."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+
+from mlx_parallm.api.http.listener import bind
+from tests.server_process import ServerProcess
+
+KEY = "the-key-of-the-fleet"
+HEADERS = {"authorization": f"Bearer {KEY}"}
+RAW = {"content-type": "application/octet-stream"}
+# SMALL: a server that starts and answers quickly.
+SMALL = ("--max-num-seqs", "8", "--max-model-len", "256")
+
+
+class ReplicaServers:
+    """Servers of one fleet; ``urls`` are their addresses in order."""
+
+    def __init__(self, count: int, *flags: str) -> None:
+        self._flags = (*SMALL, "--admin-api-key", KEY, *flags)
+        self._listeners = [bind("127.0.0.1", 0) for _ in range(count)]
+        ports = [listener.getsockname()[1] for listener in self._listeners]
+        self.urls = [f"http://127.0.0.1:{port}" for port in ports]
+        self.processes: list[ServerProcess | None] = [None] * count
+
+    def start(self, *numbers: int) -> None:
+        """Start some of them, and wait until they are like the others."""
+        for number in numbers:
+            peers = ("--peers", ",".join(self.urls))
+            self.processes[number] = ServerProcess(
+                *self._flags, *peers, listener=self._listeners[number]
+            )
+        for number in numbers:
+            process = self.processes[number]
+            assert process is not None
+            process.wait_until_ready()
+        for number in numbers:
+            self.wait_until_ready(number)
+
+    def wait_until_ready(self, number: int) -> None:
+        """Return once ``/ready`` answers 200, and the server has seen all that run."""
+        running = sum(process is not None for process in self.processes)
+        while True:
+            status = httpx2.get(f"{self.urls[number]}/ready").status_code
+            rows = self.ask(number, "GET", "/v1/peers").json()["data"]
+            if status == 200 and sum(row["ready"] for row in rows) >= running:
+                return
+            time.sleep(0.1)
+
+    def ask(self, number: int, method: str, path: str, **options: Any) -> httpx2.Response:
+        """Return a server's answer to the holder of the admin key."""
+        headers = {**HEADERS, **options.pop("headers", {})}
+        url = f"{self.urls[number]}{path}"
+        return httpx2.request(method, url, headers=headers, timeout=None, **options)
+
+    def post(self, number: int, path: str, **options: Any) -> dict[str, Any]:
+        """Return the JSON of a server's answer, which must be good."""
+        answer = self.ask(number, "POST", path, **options)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def tokens(self, number: int, model: str | None = None) -> tuple[list[int], set[str]]:
+        """Return a server's greedy tokens, and the versions that made them."""
+        params = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        body: dict[str, Any] = {"token_ids": list(range(40, 60)), "sampling_params": params}
+        if model is not None:
+            body["model"] = model
+        choice = self.post(number, "/inference/v1/generate", json=body)["choices"][0]
+        return choice["token_ids"], {span["version"] for span in choice["weight_versions"]}
+
+    def kill(self, number: int) -> None:
+        """End one at once."""
+        process = self.processes[number]
+        assert process is not None
+        process.process.kill()
+        process.process.wait()
+        self.processes[number] = None
+
+    def stop(self) -> None:
+        """End all."""
+        for process in self.processes:
+            if process is not None:
+                process.stop()
+        for listener in self._listeners:
+            listener.close()
+
+
+@contextmanager
+def replicas(count: int, *flags: str) -> Iterator[ReplicaServers]:
+    """Provide servers of one fleet that are ready."""
+    servers = ReplicaServers(count, *flags)
+    try:
+        servers.start(*range(count))
+        yield servers
+    finally:
+        servers.stop()
