@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -65,6 +66,16 @@ class Answer:
     """An order to give a token to every sample of every request, or the last one."""
 
     is_last: bool = False
+
+
+@dataclass(frozen=True)
+class Order:
+    """An order to a life, as an action: it comes after the commands before it."""
+
+    order: Die | Answer
+
+    def __call__(self, host: Any) -> None:
+        raise AssertionError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +229,9 @@ class FakeLife:
                 if request is not None and is_notified:
                     indices = range(request.work().num_samples)
                     deliver([_token(request_id, index, True) for index in indices])
+            case Call(action=Order(order), reply=reply):
+                self._apply(order, deliver)
+                reply(None)
             case Call(action=action, reply=reply):
                 reply(_guarded(lambda: self._carry_out(action)))
             case Answer(is_last=is_last):
@@ -323,6 +337,11 @@ class FakePending(PendingModel):
         pass
 
 
+def _pending(name: str, families: Any, worker: Any) -> FakePending:
+    """See ``FakePending``; in another process, too."""
+    return FakePending(name)
+
+
 def _guarded(action: Callable[[], Any]) -> Any:
     try:
         return action()
@@ -341,11 +360,14 @@ class FakeFleet:
     """A fleet of fake lives, whose orders have been carried out when a method returns.
 
     Attributes:
+        make_life: returns what the fleet has in place of a fake life.
         lives: of each engine.
         events: what the event loop was given.
         ended: set when the fleet has died.
         dispatcher: has the requests.
     """
+
+    make_life: Callable[[FakeLife], Any] = staticmethod(lambda life: life)
 
     def __init__(self, num_engines: int) -> None:
         self.lives = [FakeLife() for _ in range(num_engines)]
@@ -353,7 +375,7 @@ class FakeFleet:
         self.ended = threading.Event()
         self.router = Router(num_engines, max_num_seqs=4)
         self.fleet = Fleet(
-            cast(Any, self.lives),
+            [self.make_life(life) for life in self.lives],
             self.router,
             self.events.extend,
             self.ended.set,
@@ -418,9 +440,10 @@ class FakeFleet:
         self.fleet.abort(Abort(request_id=request_id, is_notified=is_notified))
         self.settle()
 
-    def order(self, rank: int, order: Any) -> None:
+    def order(self, rank: int, order: Die | Answer) -> None:
         """Give an engine an order, and wait until all have done what came before."""
-        self.fleet._members[rank].life.put(order)
+        action = cast(Any, Order(order))
+        self.fleet._members[rank].life.put(Call(action=action, reply=lambda _: None))
         if not isinstance(order, Die):
             self.settle()
 
@@ -462,7 +485,7 @@ class FakeFleet:
     def load(self, name: str) -> None:
         """Load a model that is not there."""
         number = next(self._numbers)
-        self.do(BeginLoad(number, lambda families, worker: FakePending(name)))
+        self.do(BeginLoad(number, partial(_pending, name)))
         self.do(CommitLoad(number))
 
     def prepare(self, update: WeightsUpdate, model: str = "m") -> bool:
