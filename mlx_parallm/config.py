@@ -35,6 +35,8 @@ DEFAULT_MAX_SOURCE_LEN = 4096
 AUTO = 0
 #: ``NONE_HERE``: the ``data_parallel_size`` if only engines of other machines were asked for.
 NONE_HERE = -1
+#: ``PREFILL_MIN_TOKENS``: a shorter part of a prompt is soon computed.
+PREFILL_MIN_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,17 +160,21 @@ class KVPeersConfig:
         key: what these servers are sent as a key; None for none.
         is_served: True if other servers get KV.
         across_devices: True if KV of other kinds of devices counts as equal.
+        prefill_url: of the server that computes long prompts; None for none.
+        prefill_min_tokens: fewer tokens are computed here.
     """
 
     urls: tuple[str, ...] = ()
     key: str | None = field(default=None, repr=False)
     is_served: bool = False
     across_devices: bool = False
+    prefill_url: str | None = None
+    prefill_min_tokens: int = PREFILL_MIN_TOKENS
 
     @property
     def is_used(self) -> bool:
         """True if KV is taken from other servers, or given to them."""
-        return bool(self.urls) or self.is_served
+        return bool(self.urls) or self.is_served or self.prefill_url is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,7 +237,9 @@ def build_config(sourced_values: Mapping[str, SourcedValue]) -> tuple[EngineConf
         **{part: type(DEFAULTS[part])(**parts[part]) for part in ENGINE_PARTS},
         **parts["engine"],
     )
-    check_replicas(server)
+    kv_peers = engine.kv_peers
+    asks_for_kv = bool(kv_peers.urls) or kv_peers.prefill_url is not None
+    check_replicas(server, asks_for_kv=asks_for_kv)
     return replace(engine, kv_peers=checked_peers(engine, server)), server
 
 

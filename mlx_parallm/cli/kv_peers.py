@@ -8,6 +8,8 @@ from mlx_parallm.config import EngineConfig, KVPeersConfig
 from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import ConfigError
 
+PREFILL_FLAG = "--prefill-peer"
+
 
 def checked_peers(engine: EngineConfig, server: ServerConfig) -> KVPeersConfig:
     """Return the settings of KV of other servers, with the key that these are sent.
@@ -20,20 +22,24 @@ def checked_peers(engine: EngineConfig, server: ServerConfig) -> KVPeersConfig:
         if peers.across_devices:
             raise ConfigError("--kv-across-devices needs --kv-peers or --kv-serve.")
         return peers
-    flag = "--kv-peers" if peers.urls else "--kv-serve"
+    flags = {"--kv-peers": peers.urls, "--kv-serve": peers.is_served}
+    flag = next((name for name, value in flags.items() if value), PREFILL_FLAG)
     if not engine.cache.enable_prefix_caching:
         raise ConfigError(
             f"{flag} shares cached prefixes: it cannot be used without prefix caching "
             "(--no-enable-prefix-caching)."
         )
-    if peers.is_served and server.data_parallel_size != 1:
+    if peers.is_served and (server.data_parallel_size != 1 or server.engines):
         raise ConfigError(
-            "--kv-serve cannot be used with --data-parallel-size: a peer could not know which "
-            "engine has a prefix. Serve one engine, or share --kv-disk."
+            "--kv-serve cannot be used with --data-parallel-size or --engine: a peer could not "
+            "know which engine has a prefix. Serve one engine, or share --kv-disk."
         )
     # Servers without peers do not import an HTTP client.
-    from mlx_parallm.replicas.peers import parse_peers  # noqa: PLC0415
+    from mlx_parallm.replicas.peers import parse_peer, parse_peers  # noqa: PLC0415
 
-    parse_peers(peers.urls, "--kv-peers")
-    keys = (*server.admin_api_keys, *server.api_keys)
-    return replace(peers, key=keys[0] if keys else None)
+    if peers.urls:
+        parse_peers(peers.urls, "--kv-peers")
+    if peers.prefill_url is not None:
+        parse_peer(peers.prefill_url, PREFILL_FLAG)
+    keys = filter(None, (server.peer_key, *server.admin_api_keys, *server.api_keys))
+    return replace(peers, key=next(keys, None))

@@ -36,6 +36,7 @@ def with_ranks(
         "--restart-engine": engine.restart_on_failure,
         "--kv-disk": engine.cache.kv_disk is not None,
         "--kv-peers": bool(engine.kv_peers.urls),
+        "--prefill-peer": engine.kv_peers.prefill_url is not None,
         "--kv-serve": engine.kv_peers.is_served,
         "--kv-host-bytes": engine.cache.kv_host_bytes != 0,
         "--speculative-config with a draft model": engine.speculative is not None

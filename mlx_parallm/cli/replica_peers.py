@@ -6,12 +6,16 @@ from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import ConfigError
 
 
-def check_replicas(server: ServerConfig) -> None:
-    """Raise ConfigError if the settings of peers do not fit together, or an address is none."""
+def check_replicas(server: ServerConfig, *, asks_for_kv: bool = False) -> None:
+    """Raise ConfigError if the settings of peers do not fit together, or an address is none.
+
+    ``asks_for_kv``: the key is sent to peers that have KV, too.
+    """
     if not server.peers:
-        for flag, value in (("--peer-key", server.peer_key), ("--peer-url", server.peer_url)):
-            if value is not None:
-                raise ConfigError(f"{flag} needs --peers.")
+        if server.peer_key is not None and not asks_for_kv:
+            raise ConfigError("--peer-key needs --peers, --kv-peers or --prefill-peer.")
+        if server.peer_url is not None:
+            raise ConfigError("--peer-url needs --peers.")
         return
     if server.peer_key is not None and not (server.admin_api_keys or server.api_keys):
         raise ConfigError("--peer-key needs --admin-api-key: peers would change this server too.")

@@ -221,6 +221,13 @@ SETTINGS: tuple[Setting, ...] = (
              "with --kv-peers or --kv-serve: take KV of another kind of device, such as that of an "
              "NVIDIA GPU on a Mac, for equal. Its bits differ, so tokens may. All servers need "
              "the flag."),
+    _setting("prefill-peer", "kv_peers.prefill_url", values.text, MEMORY,
+             "address of a server with --kv-serve that computes long prompts for this one, if that "
+             "and sending their KV is faster: a faster device over a fast link. See "
+             "docs/memory.md.", metavar="URL"),
+    _setting("prefill-min-tokens", "kv_peers.prefill_min_tokens", values.integer(1), MEMORY,
+             "tokens of a prompt that must be missing here before --prefill-peer is asked.",
+             metavar="TOKENS"),
     _setting("state-cache-memory", "cache.state_cache_bytes", values.size_or_none, MEMORY,
              "models with a recurrent or convolution state (Qwen3.5, Granite 4, Mamba and others): "
              "part of a model's KV memory, in each engine, that keeps the states after cached "

@@ -390,9 +390,16 @@ def _engine(
 def _open_tiers(
     loaded: LoadedGenerator, identity: Identity, context: BuildContext, info: RunnerInfo
 ) -> Tiers | None:
+    peers = context.settings.kv_peers
+    if peers.prefill_url is not None and InputKind.SOURCE in info.input_kinds:
+        logger.warning(
+            "--prefill-peer does nothing for %s: sources of an encoder-decoder are encoded here",
+            loaded.name,
+        )
+        peers = replace(peers, prefill_url=None)
     return open_tiers(
         context.settings.cache,
-        context.settings.kv_peers,
+        peers,
         owner=identity.digest,
         block_bytes=loaded.kv.block_bytes,
         state_bytes=info.state_bytes,

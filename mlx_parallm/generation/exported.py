@@ -21,8 +21,12 @@ def read_filter(state: EngineState, owner: str) -> Future[bytes]:
     return exports.filter()
 
 
-def read_blocks(state: EngineState, owner: str, contents: Sequence[bytes]) -> Future[list[Buffer]]:
+def read_blocks(
+    state: EngineState, owner: str, contents: Sequence[bytes], *, waits: bool = False
+) -> Future[list[Buffer]]:
     """Return the leading blocks of a chain that are here; none while the model is paused.
+
+    ``waits``: the first one is being computed, and is awaited.
 
     Raises:
         NotFoundError: no model has this identity.
@@ -32,7 +36,22 @@ def read_blocks(state: EngineState, owner: str, contents: Sequence[bytes]) -> Fu
         none: Future[list[Buffer]] = Future()
         none.set_result([])
         return none
-    return exports.ask(contents)
+    return exports.ask(contents, waits=waits)
+
+
+def find_weights(state: EngineState, owner: str, content: str) -> tuple[str, str | None]:
+    """Return the first name of a model, and that of an adapter of it, by their lasting content.
+
+    Raises:
+        NotFoundError: no model has this identity, or it has other weights.
+    """
+    engine, _ = _exports(state, owner)
+    policies = engine.policies
+    names = [None, *(info.name for info in policies.infos())]
+    for name in names:
+        if policies.weights_of(name).lasting_content == content:
+            return policies.model, name
+    raise NotFoundError("The model here has other weights, or lacks the adapter.")
 
 
 def _exports(state: EngineState, owner: str) -> tuple[ServedEngine, Exports]:

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
+from mlx_parallm.generation.kv_cache.peer.prefill import PrefillStats
 from mlx_parallm.generation.kv_cache.tiers import TiersStats, TierStats
 
 Family = CounterMetricFamily | GaugeMetricFamily
@@ -87,6 +88,7 @@ class TierCollector(Collector):
         if read:
             yield from _of_all_tiers(read)
             yield from _by_tier([(labels, tiers) for labels, _, tiers in read])
+            yield from _elsewhere([(labels, tiers.prefill) for labels, _, tiers in read])
 
 
 def _of_all_tiers(read: list[tuple[tuple[str, str], int, TiersStats]]) -> Iterator[Family]:
@@ -146,3 +148,28 @@ def _by_tier(read: list[tuple[tuple[str, str], TiersStats]]) -> Iterator[Family]
         for reason, count in tier.store.discarded.items():
             discarded.add_metric((*labels, tier.tier, reason), count)
     yield discarded
+
+
+def _elsewhere(read: list[tuple[tuple[str, str], PrefillStats | None]]) -> Iterator[Family]:
+    """Yield what other servers compute; nothing without ``--prefill-peer``."""
+    known = [(labels, stats) for labels, stats in read if stats is not None]
+    if not known:
+        return
+    used = CounterMetricFamily(
+        "mlx_parallm:prefill_peer_used", "Prompts of which a peer computed KV.", None, LABELS
+    )
+    tokens = CounterMetricFamily(
+        "mlx_parallm:prefill_peer_tokens", "Prompt tokens that a peer computed.", None, LABELS
+    )
+    declined = CounterMetricFamily(
+        "mlx_parallm:prefill_peer_declined",
+        "Long prompts that were computed here, at least in part, by reason.",
+        None,
+        (*LABELS, "reason"),
+    )
+    for labels, stats in known:
+        used.add_metric(labels, stats.used)
+        tokens.add_metric(labels, stats.hit_tokens)
+        for reason, count in stats.declined.items():
+            declined.add_metric((*labels, reason), count)
+    yield from (used, tokens, declined)

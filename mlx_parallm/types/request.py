@@ -351,6 +351,7 @@ class GenerateRequest:
         rank: the number of the engine that the client chose; None if it chose none.
         scope: whose requests may reuse its blocks; set when the request enters the server.
         group: the id that the client knows, if several requests make one answer.
+        is_local: True if no other server may compute its prompt.
     """
 
     request_id: str
@@ -368,6 +369,7 @@ class GenerateRequest:
     inputs: tuple[ModelInput, ...] = ()
     turn_start: int | None = None
     answer_start: int | None = None
+    is_local: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

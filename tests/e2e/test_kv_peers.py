@@ -1,26 +1,45 @@
-"""``--kv-peers``: prefixes that another server computed are read from it."""
+"""``--kv-peers`` and ``--prefill-peer``: KV that another server has computed, or computes."""
 
 from __future__ import annotations
 
+import json
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
 import pytest
 
+from benchmarks.paced_proxy import PacedProxy
+from mlx_parallm.client.tensors import encode_safetensors
+from tests import adapter_files
+from tests.e2e.test_live_weights import NAME as WEIGHT
+from tests.e2e.test_live_weights import weight
 from tests.server_process import ServerProcess
 
 NUM_TOKENS = 600
-PROMPT = [10 + 7 * place % 2900 for place in range(NUM_TOKENS)]
-KEY = "the-key-of-the-fleet"
-FLAGS = ("--admin-api-key", KEY)
+NUM_FOUND = NUM_TOKENS // 16 * 16
+KEY, ADMIN_KEY = "a-key-of-a-client", "the-key-of-the-fleet"
+FLAGS = ("--api-key", KEY, "--admin-api-key", ADMIN_KEY, "--cache-scope", "server")
+ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
+PEER_BLOCKS = "mlx_parallm:kv_tier_blocks"
+HITS = "mlx_parallm:kv_tier_hit_tokens_total"
+RAW = ADMIN | {"content-type": "application/octet-stream"}
 
 
-def ask(server: ServerProcess, prompt: list[int] = PROMPT, **more: Any) -> dict[str, Any]:
+def prompt_of(number: int, count: int = NUM_TOKENS) -> list[int]:
+    """Return token ids; prompts of two numbers share no block."""
+    return [10 + (7 * place + 101 * number) % 2900 for place in range(count)]
+
+
+def ask(server: ServerProcess, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
     """Return a greedy completion with its log-probabilities."""
     body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 1, **more}
-    answer = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=None)
+    headers = {"authorization": f"Bearer {KEY}"}
+    url = f"{server.url}/v1/completions"
+    answer = httpx2.post(url, json=body, headers=headers, timeout=None)
     answer.raise_for_status()
     return answer.json()
 
@@ -29,33 +48,198 @@ def cached(answer: dict[str, Any]) -> int:
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def wait_for_blocks(server: ServerProcess) -> None:
-    """Return once a server knows that a peer has blocks."""
-    while server.metric("mlx_parallm:kv_tier_blocks") == 0:
+def texts(answer: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(choice["text"], choice["logprobs"]) for choice in answer["choices"]]
+
+
+def wait_for_blocks(server: ServerProcess, more_than: float = 0) -> None:
+    """Return once a server knows that a peer has so many blocks."""
+    while server.metric(PEER_BLOCKS) <= more_than:
         time.sleep(0.05)
+
+
+def wait_for_news(first: ServerProcess, second: ServerProcess) -> None:
+    """Return once a server has read what a peer has now."""
+    # Another prompt adds blocks, which come with all earlier ones.
+    before = second.metric(PEER_BLOCKS)
+    ask(first, prompt_of(int(before) + 1000, 2000), max_tokens=1)
+    wait_for_blocks(second, before + 100)
+
+
+def start(*flags: str) -> ServerProcess:
+    server = ServerProcess(*flags, *FLAGS)
+    server.wait_until_ready()
+    return server
 
 
 @pytest.fixture(scope="module")
 def first() -> Iterator[ServerProcess]:
-    server = ServerProcess("--kv-serve", *FLAGS)
-    server.wait_until_ready()
+    server = start("--kv-serve")
     yield server
     server.stop()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def second(first: ServerProcess) -> Iterator[ServerProcess]:
-    server = ServerProcess("--kv-peers", first.url, *FLAGS)
-    server.wait_until_ready()
+    server = start("--kv-peers", first.url)
     yield server
     server.stop()
 
 
 def test_a_prefix_comes_from_a_peer(first: ServerProcess, second: ServerProcess) -> None:
-    ask(first)
-    memory = ask(first)
+    prompt = prompt_of(1)
+    cold, memory = ask(first, prompt), ask(first, prompt)
     wait_for_blocks(second)
-    answer = ask(second)
-    assert answer["choices"] == memory["choices"]
-    assert cached(answer) == cached(memory) == NUM_TOKENS // 16 * 16
-    assert second.metric("mlx_parallm:kv_tier_hit_tokens_total") == cached(answer)
+    answer = ask(second, prompt)
+    assert texts(answer) == texts(memory)
+    assert texts(answer)[0][0] == texts(cold)[0][0]
+    assert cached(answer) == cached(memory) == NUM_FOUND
+    assert second.metric(HITS) == NUM_FOUND
+    assert second.metric("vllm:external_prefix_cache_hits_total") == NUM_FOUND
+
+
+@pytest.mark.slow
+def test_a_salt_is_part_of_what_is_found(first: ServerProcess, second: ServerProcess) -> None:
+    prompt = prompt_of(2)
+    ask(first, prompt, cache_salt="a tenant's")
+    memory = ask(first, prompt, cache_salt="a tenant's")
+    wait_for_news(first, second)
+    assert cached(ask(second, prompt)) == 0
+    assert cached(ask(second, prompt, cache_salt="another's")) == 0
+    answer = ask(second, prompt, cache_salt="a tenant's")
+    assert texts(answer) == texts(memory)
+    assert cached(answer) == NUM_FOUND
+
+
+@pytest.mark.slow
+def test_an_adapter_is_known_by_its_content(first: ServerProcess, second: ServerProcess) -> None:
+    prompt = prompt_of(3)
+    for server, name, seed in ((first, "ours", 1), (second, "theirs", 1), (second, "other", 2)):
+        params = {"name": name, "config": json.dumps(adapter_files.CONFIG)}
+        url = f"{server.url}/v1/update_adapter_weights"
+        data = adapter_files.upload(seed)
+        answer = httpx2.post(url, content=data, params=params, headers=RAW, timeout=None)
+        answer.raise_for_status()
+    ask(first, prompt, model="ours")
+    memory = ask(first, prompt, model="ours")
+    wait_for_news(first, second)
+    assert cached(ask(second, prompt, model="other")) == 0
+    answer = ask(second, prompt, model="theirs")
+    assert texts(answer) == texts(memory)
+    assert cached(answer) == NUM_FOUND
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_only_the_admin_key_learns_what_is_cached(first: ServerProcess, method: str) -> None:
+    path = "filter?owner=" + "ab" * 32 if method == "GET" else "blocks"
+    body = {"owner": "ab" * 32, "contents": ["cd" * 32]} if method == "POST" else None
+    answers = {
+        key: httpx2.request(
+            method,
+            f"{first.url}/v1/kv/{path}",
+            json=body,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+        ).status_code
+        for key in ("", "wrong", KEY, ADMIN_KEY)
+    }
+    assert answers == {"": 401, "wrong": 401, KEY: 401, ADMIN_KEY: 404}
+
+
+@pytest.mark.slow
+def test_a_server_that_serves_no_kv_has_no_such_path(second: ServerProcess) -> None:
+    for path in ("filter", "blocks", "prefill"):
+        answer = httpx2.post(f"{second.url}/v1/kv/{path}", json={}, headers=ADMIN)
+        assert answer.status_code == 404
+
+
+@pytest.mark.slow
+def test_other_weights_are_not_read_and_a_killed_peer_costs_no_request() -> None:
+    first = start("--kv-serve")
+    second = start("--kv-peers", first.url)
+    try:
+        prompt = prompt_of(4)
+        ask(first, prompt)
+        wait_for_blocks(second)
+        data = encode_safetensors({WEIGHT: -weight()})
+        url = f"{second.url}/update_weights"
+        httpx2.post(url, content=data, headers=RAW, timeout=None).raise_for_status()
+        assert cached(ask(second, prompt)) == 0
+        # Equal updates make equal weights, whose KV is found.
+        url = f"{first.url}/update_weights"
+        httpx2.post(url, content=data, headers=RAW, timeout=None).raise_for_status()
+        prompt = prompt_of(5)
+        ask(first, prompt)
+        wait_for_news(first, second)
+        assert cached(ask(second, prompt)) == NUM_FOUND
+        first.stop(signal.SIGKILL)
+        assert cached(ask(second, prompt_of(4))) in (0, NUM_FOUND)
+        assert second.metric(HITS) == NUM_FOUND
+    finally:
+        first.stop()
+        second.stop()
+
+
+class TestPrefillPeer:
+    """A server whose long prompts another one computes."""
+
+    FLAGS = ("--prefill-min-tokens", "512")
+    USED = "mlx_parallm:prefill_peer_used_total"
+
+    @pytest.mark.slow
+    def test_a_long_prompt_is_computed_by_a_peer(self, first: ServerProcess) -> None:
+        decoder = start("--prefill-peer", first.url, *self.FLAGS)
+        try:
+            prompt = prompt_of(5, 2000)
+            answer = ask(decoder, prompt)
+            memory = ask(first, prompt)
+            assert texts(answer) == texts(memory)
+            assert cached(answer) == 2000 // 16 * 16 - 16 * (2000 % 16 == 0)
+            assert decoder.metric(self.USED) == 1
+            ask(decoder, prompt_of(6, 300))
+            assert decoder.metric(self.USED) == 1
+        finally:
+            decoder.stop()
+
+    @pytest.mark.slow
+    def test_servers_that_name_each_other_send_no_prompt_on(self) -> None:
+        proxy = PacedProxy(0)
+        this = start("--kv-serve", "--prefill-peer", proxy.url, *self.FLAGS)
+        other = start("--kv-serve", "--prefill-peer", this.url, *self.FLAGS)
+        proxy.target = other.port
+        try:
+            for number, server in enumerate((this, other)):
+                ask(server, prompt_of(20 + number, 1500))
+            # Each had a request of its own, and at most one of the other's.
+            for server in (this, other):
+                assert server.metric("vllm:e2e_request_latency_seconds_count") in (1, 2)
+            assert this.metric(self.USED) == 1
+        finally:
+            this.stop()
+            other.stop()
+            proxy.close()
+
+    @pytest.mark.slow
+    def test_a_peer_that_dies_in_the_middle_costs_time_only(self, first: ServerProcess) -> None:
+        peer = start("--kv-serve")
+        # Blocks come so slowly that the peer dies between them.
+        proxy = PacedProxy(peer.port, 4e6)
+        decoder = start("--prefill-peer", proxy.url, *self.FLAGS)
+
+        def kill_between() -> None:
+            while proxy.num_bytes < 1e6:
+                time.sleep(0.01)
+            peer.stop(signal.SIGKILL)
+
+        try:
+            prompt = prompt_of(8, 4000)
+            wanted = ask(first, prompt)
+            with ThreadPoolExecutor(1) as threads:
+                killed = threads.submit(kill_between)
+                answer = ask(decoder, prompt)
+                killed.result()
+            assert texts(answer)[0][0] == texts(wanted)[0][0]
+            assert decoder.metric("mlx_parallm:prefill_peer_declined_total") == 1
+        finally:
+            peer.stop()
+            decoder.stop()
+            proxy.close()

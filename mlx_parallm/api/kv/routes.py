@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import re
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import Query
+from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
 from mlx_parallm import __version__
-from mlx_parallm.api.http.declared import Access
+from mlx_parallm.api.http.declared import INPUT, Access
 from mlx_parallm.api.http.dependencies import EngineDep
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.api.kv.schema import CONTENT, OWNER, BlocksRequest
+from mlx_parallm.api.kv.schema import CONTENT, OWNER, BlocksRequest, PrefillRequest
+from mlx_parallm.api.replicas.routes import check_release
+from mlx_parallm.api.turns.generation import unless_disconnected
 from mlx_parallm.engine.models import EngineState
-from mlx_parallm.generation.exported import read_blocks, read_filter
+from mlx_parallm.generation.exported import find_weights, read_blocks, read_filter
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.kv_cache.peer.frames import pack_frame, pack_head
 from mlx_parallm.replicas.peers import RELEASE_HEADER
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.content import Buffer
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.events import ErrorEvent
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.work import CacheScope
 
-routes = Routes(SERVER, access=Access.ADMIN)
+routes = Routes(SERVER, access=Access.ADMIN, dependencies=[Depends(check_release)])
 
 # ASK_S: seconds after which an answer has no blocks: the peer has computed them by then.
 ASK_S = 10.0
@@ -41,15 +48,58 @@ async def kv_filter(engine: EngineDep, owner: Annotated[str, Query(pattern=OWNER
 
 
 @routes.post("/v1/kv/blocks", response_class=Response, include_in_schema=False, is_polled=True)
-async def kv_blocks(body: BlocksRequest, engine: EngineDep) -> Response:
+async def kv_blocks(body: BlocksRequest, request: Request, engine: EngineDep) -> Response:
     """Return KV blocks of a chain, from its beginning to the first that is not here."""
+    return await unless_disconnected(request, _send_blocks(body, engine))
+
+
+@routes.post(
+    "/v1/kv/prefill", include_in_schema=False, body_limit=INPUT, status_code=204, is_polled=True
+)
+async def kv_prefill(body: PrefillRequest, request: Request) -> Response:
+    """Compute the KV of a prompt, which ``/v1/kv/blocks`` returns as it is computed."""
+    return await unless_disconnected(request, _compute(body, request.app.state.engine))
+
+
+async def _compute(body: PrefillRequest, engine: EngineClient) -> Response:
+    question: Callable[[EngineState], Any] = partial(
+        find_weights, owner=body.owner, content=body.weights
+    )
+    model, adapter = await asyncio.wrap_future(engine.ask(question))
+    request = GenerateRequest(
+        request_id=f"prefill-{uuid.uuid4().hex}",
+        model=model,
+        adapter=adapter,
+        prompt_ids=tuple(body.token_ids),
+        params=SamplingParams(temperature=0, max_tokens=1),
+        cache_salt=body.cache_salt,
+        extra_key=body.extra_key,
+        # The scope is that of the client which the other server answers.
+        scope=CacheScope(body.scope),
+        is_local=True,
+    )
+    handle = await GENERATION.client(engine).submit(request)
+    try:
+        async for event in handle.events:
+            if isinstance(event, ErrorEvent):
+                raise event.error
+    finally:
+        await engine.abort(handle.request_id)
+    return Response(status_code=204, headers={RELEASE_HEADER: __version__})
+
+
+async def _send_blocks(body: BlocksRequest, engine: EngineClient) -> Response:
     contents = [_content(each) for each in body.contents]
-    blocks = await _blocks(engine, body.owner, contents)
+    blocks = await _blocks(engine, body.owner, contents, waits=body.waits)
     return _answer(b"".join(_frames(body.owner, contents, blocks)))
 
 
-async def _blocks(engine: EngineClient, owner: str, contents: Sequence[bytes]) -> Sequence[Buffer]:
-    question: Callable[[EngineState], Any] = partial(read_blocks, owner=owner, contents=contents)
+async def _blocks(
+    engine: EngineClient, owner: str, contents: Sequence[bytes], *, waits: bool
+) -> Sequence[Buffer]:
+    question: Callable[[EngineState], Any] = partial(
+        read_blocks, owner=owner, contents=contents, waits=waits
+    )
     try:
         async with asyncio.timeout(ASK_S):
             return await asyncio.wrap_future(engine.ask(question))

@@ -17,6 +17,8 @@ FETCH_BYTES = 2 << 30
 LONGEST_READ_S = 10.0
 # RETRY_S: seconds after which reading is tried again if it was slower than computing.
 RETRY_S = 30.0
+# MOST_RETRY_S: most seconds: the time doubles while reading stays slower than computing.
+MOST_RETRY_S = 600.0
 # NEW: share of a new measurement in an average.
 NEW = 0.3
 
@@ -131,7 +133,9 @@ class ChainFetch:
             self.done_s = self.clock()
 
     def result(self) -> list[tuple[Buffer, str]]:
-        """Return the leading blocks that could be read, with their tiers; none if it is late.
+        """Return the leading blocks that could be read, with their tiers.
+
+        There are none of a store that is late, unless it gives parts.
 
         If it has a state, that is behind all blocks; without it, or one of them, there are none.
         """
@@ -139,7 +143,7 @@ class ChainFetch:
         if self.is_dropped or not self.reads:
             return blocks
         for run, read in zip(self._parts, self.reads, strict=True):
-            data = read.result() if read.is_done else ()
+            data = read.result() if read.is_done or run.store.gives_parts else ()
             blocks += ((each, run.store.tier) for each in data)
             if len(data) < len(run.contents):
                 return blocks if self.state is None else []
@@ -171,12 +175,20 @@ class ReadPace(UnitPace):
     """Measures reads from the same places.
 
     Attributes:
-        read_s: when the latest one ended.
+        retry_at_s: when reading is tried again if it was slower than computing.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.read_s = -math.inf
+        self.retry_at_s = -math.inf
+        self._retry_s = RETRY_S
+
+    def note(self, fetch: ChainFetch, waited_s: float, now_s: float) -> None:
+        """Note a read that took so long, or was given up then."""
+        self.observe(fetch.size, waited_s)
+        is_slow = fetch.compute_s is not None and waited_s >= fetch.compute_s
+        self.retry_at_s = now_s + self._retry_s
+        self._retry_s = min(MOST_RETRY_S, 2 * self._retry_s) if is_slow else RETRY_S
 
 
 class FetchQueue:
@@ -251,7 +263,7 @@ class FetchQueue:
         """Return True if a read is likely to be faster than computing, or was not tried lately."""
         pace = self._reading[fetch.places]
         read_s = pace.predict(fetch.size)
-        if read_s is None or fetch.compute_s is None or self._clock() - pace.read_s > RETRY_S:
+        if read_s is None or fetch.compute_s is None or self._clock() > pace.retry_at_s:
             return True
         return read_s < fetch.compute_s
 
@@ -265,9 +277,7 @@ class FetchQueue:
         done_s = now_s if fetch.done_s is None else fetch.done_s
         waited_s = done_s - (fetch.begin_s if fetch.reads else fetch.asked_s)
         if fetch.reads:
-            pace = self._reading[fetch.places]
-            pace.read_s = now_s
-            pace.observe(fetch.size, waited_s)
+            self._reading[fetch.places].note(fetch, waited_s, now_s)
         self.num_reads += 1
         self.num_late += not fetch.is_done
         self.wait_s += waited_s

@@ -10,6 +10,7 @@ from mlx_parallm.generation.kv_cache.disk.store import DiskStore
 from mlx_parallm.generation.kv_cache.host_store import HostStore
 from mlx_parallm.generation.kv_cache.peer.exports import Exports
 from mlx_parallm.generation.kv_cache.peer.peers import Peers
+from mlx_parallm.generation.kv_cache.peer.prefill import Prefiller
 from mlx_parallm.generation.kv_cache.peer.store import PeerStore
 from mlx_parallm.generation.kv_cache.snapshots import StateSnapshots
 from mlx_parallm.generation.kv_cache.stores import BlockStore
@@ -53,23 +54,22 @@ def open_tiers(
         limit, largest = cache.kv_disk_bytes, max(block_bytes, state_bytes)
         _check_holds("--kv-disk-bytes", limit, state_bytes)
         stores.append(DiskStore(cache.kv_disk, owner, limit, largest_bytes=largest))
-    exports = None
-    if peers is None or not peers.is_used:
-        pass
-    elif state_bytes:
+    exports = prefiller = None
+    if peers is not None and peers.is_used and state_bytes:
         logger.warning(
-            "--kv-peers and --kv-serve do nothing for a model that keeps a state, which is never "
-            "sent: its prefixes are computed where they are needed"
+            "--kv-peers, --kv-serve and --prefill-peer do nothing for a model that keeps a state, "
+            "which is never sent: its prompts are computed where they arrive"
         )
-    else:
+    elif peers is not None and peers.is_used:
         # A draft model is noted in a byte behind each block.
         size = block_bytes + (draft is not None)
         exports = Exports(owner, size) if peers.is_served else None
         if peers.urls:
             stores.append(_peer_store(peers, owner, size, exports))
-    if not stores and exports is None:
+        prefiller = _prefiller(peers, owner, size)
+    if not stores and exports is None and prefiller is None:
         return None
-    return Tiers(
+    tiers = Tiers(
         stores,
         block_bytes=block_bytes,
         state_bytes=state_bytes,
@@ -77,6 +77,8 @@ def open_tiers(
         exports=exports,
         runs_ahead=runs_ahead,
     )
+    tiers.prefiller = prefiller
+    return tiers
 
 
 def _peer_store(
@@ -89,6 +91,18 @@ def _peer_store(
     links = HttpLinks(config.urls, config.key, owner, num_bytes)
     uid = b"" if exports is None else exports.uid
     return PeerStore(Peers(links, owner, num_bytes, uid=uid), links.close)
+
+
+def _prefiller(config: KVPeersConfig, owner: str, num_bytes: int) -> Prefiller | None:
+    """Return what has prompts computed by another server; None if none does."""
+    if config.prefill_url is None:
+        return None
+    from mlx_parallm.generation.kv_cache.peer.http_link import prefill_link  # noqa: PLC0415
+
+    link, close = prefill_link(config.prefill_url, config.key, owner, num_bytes)
+    return Prefiller(
+        link, close, owner=owner, num_bytes=num_bytes, min_tokens=config.prefill_min_tokens
+    )
 
 
 def _check_holds(setting: str, limit: int, state_bytes: int) -> None:

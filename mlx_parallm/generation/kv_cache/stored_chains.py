@@ -8,6 +8,7 @@ from itertools import takewhile
 
 from mlx_parallm.generation.kv_cache.blocks import BlockPool, BlockTable
 from mlx_parallm.generation.kv_cache.fetches import ChainFetch, Run
+from mlx_parallm.generation.kv_cache.peer.prefill import Prompt
 from mlx_parallm.generation.kv_cache.saves import Save
 from mlx_parallm.generation.kv_cache.snapshots import StateSnapshots
 from mlx_parallm.generation.kv_cache.tiers import ArrivedBlock, Tiers
@@ -130,6 +131,34 @@ class StoredChains:
         if self._snapshots is None:
             return self._find_blocks(table, root, list(links))
         return self._find_state(table, root, list(links))
+
+    def elsewhere(
+        self, table: BlockTable, token_ids: Sequence[int], chain: StoredChain | None, prompt: Prompt
+    ) -> StoredChain | None:
+        """Return the chain behind a table's that another server is to compute the rest of.
+
+        Args:
+            table: of the prompt.
+            token_ids: the prompt, and no inputs besides.
+            chain: what stores have.
+            prompt: the same, as it is sent.
+
+        Returns:
+            None if the rest is short, or is to be computed here.
+        """
+        prefiller, root, size = self._tiers.prefiller, table.lasting_root, self._block_size
+        num_runs = 0 if chain is None else len(chain.contents)
+        num_before = len(table.hashes) + num_runs
+        num_missing = (len(token_ids) - 1) // size - num_before
+        if prefiller is None or root is None or num_missing * size < prefiller.min_tokens:
+            return None
+        store = prefiller.offer(prompt)
+        if store is None:
+            return None
+        links = list(self._links(table, token_ids))[num_runs:]
+        run = Run(store, [root + link for link in links])
+        runs = (run,) if chain is None else (*chain.runs, run)
+        return StoredChain(runs, (num_runs + len(links)) * size)
 
     def find_source(self, table: BlockTable, token_ids: Sequence[int]) -> StoredChain | None:
         """Return the chain of a source; None if it is short, or stores have not all of it."""

@@ -88,10 +88,12 @@ class BlockStore(Protocol):
     Attributes:
         tier: what the place is called in metrics.
         is_own: False if its blocks are those of other servers.
+        gives_parts: True if what a fetch has so far may be used before it is done.
     """
 
     tier: str
     is_own: bool = True
+    gives_parts: bool = False
 
     def find(self, contents: Sequence[bytes]) -> int:
         """Return how many leading ones of these contents are here, and count them as used.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from mlx_parallm.generation.kv_cache.fetches import ChainFetch, FetchQueue, Run
 from mlx_parallm.generation.kv_cache.peer.exports import Exports
+from mlx_parallm.generation.kv_cache.peer.prefill import TIER, Prefiller, PrefillStats
 from mlx_parallm.generation.kv_cache.saves import SaveQueue
 from mlx_parallm.generation.kv_cache.stores import BlockStore, StoredBlock, StoreStats
 from mlx_parallm.types.content import Buffer, PendingContent, digest_of
@@ -54,6 +55,7 @@ class TiersStats:
         num_late: how many were given up.
         wait_s: seconds that sequences waited for them together.
         num_unsaved: blocks that wait to be saved.
+        prefill: prompts that another server computed; None if none does.
     """
 
     tiers: tuple[TierStats, ...] = ()
@@ -61,6 +63,7 @@ class TiersStats:
     num_late: int = 0
     wait_s: float = 0.0
     num_unsaved: int = 0
+    prefill: PrefillStats | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class Tiers:
         saves: the blocks that stores are to get.
         fetches: the chains that are being read.
         exports: answers other servers' requests for blocks; None if they may have none.
+        prefiller: has long prompts computed by another server; None if none does.
         min_saved: blocks of the shortest chain that is saved.
         min_fetched: blocks of the shortest chain that is read.
         piece: blocks that are filled, or saved, before a step for which streams wait.
@@ -130,6 +134,7 @@ class Tiers:
         self.min_fetched = min_fetched
         self.state_size = -(-state_bytes // block_bytes)
         self.exports = exports
+        self.prefiller: Prefiller | None = None
         self._stores = stores
         self._block_bytes = block_bytes
         self._draft = draft
@@ -153,6 +158,8 @@ class Tiers:
             store.wake_by(note_and_wake)
         if self.exports is not None:
             self.exports.wake = wake
+        if self.prefiller is not None:
+            self.prefiller.wake = note_and_wake
 
     @property
     def own_stores(self) -> Sequence[BlockStore]:
@@ -234,6 +241,8 @@ class Tiers:
         ``fetches.release`` must follow.
         """
         arrived, state = self.fetches.take(fetch), list[ArrivedBlock]()
+        if self.prefiller is not None and any(tier == TIER for _, tier in arrived):
+            self.prefiller.used += 1
         if arrived and fetch.state is not None:
             data, tier = arrived.pop()
             state.append(ArrivedBlock(data, False, tier, is_state=True))
@@ -272,6 +281,8 @@ class Tiers:
         """End the stores."""
         for store in self._stores:
             store.close()
+        if self.prefiller is not None:
+            self.prefiller.close()
 
     def check_integrity(self, fetches: Sequence[ChainFetch]) -> None:
         """Assert that these chains, and no others, are read or held for sequences."""
@@ -292,4 +303,14 @@ class Tiers:
             num_late=self.fetches.num_late,
             wait_s=self.fetches.wait_s,
             num_unsaved=len(self.saves),
+            prefill=self._prefill_stats(),
+        )
+
+    def _prefill_stats(self) -> PrefillStats | None:
+        if self.prefiller is None:
+            return None
+        return PrefillStats(
+            used=self.prefiller.used,
+            hit_tokens=self._hit_tokens[TIER],
+            declined=dict(self.prefiller.declined),
         )

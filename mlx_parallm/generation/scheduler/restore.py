@@ -9,6 +9,7 @@ from itertools import takewhile
 from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.kv_cache.fetches import ChainFetch
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.kv_cache.peer.prefill import Prompt
 from mlx_parallm.generation.kv_cache.stored_chains import StoredChain
 from mlx_parallm.generation.kv_cache.tiers import ArrivedBlock, Tiers
 from mlx_parallm.generation.scheduler.running import RunningSet
@@ -84,8 +85,33 @@ class Restorer:
         sequence.arrivals.clear()
         assert self._kv.stored is not None, "stores are read"
         chain = self._kv.stored.find(table, known)
-        if chain is None:
-            return False
+        if self._tiers.prefiller is not None:
+            elsewhere = self._elsewhere(sequence, table, known, chain)
+            if elsewhere is not None:
+                if self._begin(sequence, table, elsewhere):
+                    return sequence.is_blocked
+                self._tiers.prefiller.declined["slow"] += 1
+        return chain is not None and self._begin(sequence, table, chain) and sequence.is_blocked
+
+    def _elsewhere(
+        self, sequence: Sequence, table: BlockTable, known: list[int], chain: StoredChain | None
+    ) -> StoredChain | None:
+        """Return the chain of which another server is to compute the rest; None if it must not."""
+        request, weights = sequence.request, sequence.group.weights.lasting_content
+        if request.is_local or request.inputs or weights is None or table.tail:
+            return None
+        assert self._kv.stored is not None, "stores are read"
+        prompt = Prompt(
+            weights=weights,
+            token_ids=known[:-1],
+            scope=request.scope.owner,
+            cache_salt=request.cache_salt,
+            extra_key=request.extra_key,
+        )
+        return self._kv.stored.elsewhere(table, known, chain, prompt)
+
+    def _begin(self, sequence: Sequence, table: BlockTable, chain: StoredChain) -> bool:
+        """Begin to read a chain, or await who reads it; False if computing it is faster."""
         if (followed := self._find_followed(chain)) is not None:
             sequence.arrivals.append(followed)
             return True
@@ -95,7 +121,7 @@ class Restorer:
         sequence.fetch = fetch
         sequence.arrivals.append(fetch)
         self._followed[chain.key] = Followed(sequence, fetch, len(table.hashes), self._kv)
-        return sequence.is_blocked
+        return True
 
     def _find_followed(self, chain: StoredChain) -> Followed | None:
         """Return who reads a chain of which at least half are the leading blocks of this one.

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from mlx_parallm.engine.metrics import MetricFamilies, labelled_by_engine
+from mlx_parallm.generation.kv_cache.peer.prefill import PrefillStats
 from mlx_parallm.generation.kv_cache.stores import StoreStats
 from mlx_parallm.generation.kv_cache.tiers import TiersStats, TierStats
 from mlx_parallm.generation.metrics import EngineMetrics
@@ -28,7 +29,10 @@ STORE = StoreStats(
 )
 DISK = TierStats(tier="disk", hit_tokens=48, store=STORE)
 HOST = TierStats(tier="host", hit_tokens=16, store=StoreStats(limit_bytes=100))
-TIERS = TiersStats(tiers=(HOST, DISK), num_reads=2, num_late=1, wait_s=0.5, num_unsaved=4)
+PREFILL = PrefillStats(used=3, hit_tokens=32, declined={"busy": 2})
+TIERS = TiersStats(
+    tiers=(HOST, DISK), num_reads=2, num_late=1, wait_s=0.5, num_unsaved=4, prefill=PREFILL
+)
 
 
 class Model:
@@ -133,3 +137,12 @@ def test_engines_are_told_apart() -> None:
         sample = b'kv_tier_used_bytes{engine="%d",model_name="m",tier="disk"} 7000.0' % rank
         assert sample in text
     assert text.count(b"# TYPE mlx_parallm:kv_tier_used_bytes gauge") == 1
+
+
+@pytest.mark.parametrize("name", ["used_total", "tokens_total", 'declined_total{reason="busy"'])
+def test_what_a_peer_computes_is_counted(name: str) -> None:
+    name, _, label = name.partition("{")
+    lines = Model(TIERS).text().decode().splitlines()
+    (line,) = [each for each in lines if each.startswith(f"mlx_parallm:prefill_peer_{name}{{")]
+    assert label in line
+    assert float(line.rpartition(" ")[2]) == {"used_total": 3, "tokens_total": 32}.get(name, 2)

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from mlx_parallm.generation.kv_cache.peer.exports import UID_BYTES
 from mlx_parallm.generation.kv_cache.peer.filters import FILTER_BYTES
 from mlx_parallm.generation.kv_cache.peer.frames import FRAME_BYTES, HEAD_BYTES
 from mlx_parallm.generation.kv_cache.peer.link import Link, LinkError
-from mlx_parallm.replicas.peers import Peer, PeerClient, parse_peers
+from mlx_parallm.generation.kv_cache.peer.prefill import PrefillLink, Prompt
+from mlx_parallm.replicas.peers import Peer, PeerClient, parse_peer, parse_peers
 from mlx_parallm.types.errors import PeerRefusedError, PeerSilentError
 
-#: ``FILTER_PATH``, ``BLOCKS_PATH``: routes of ``api.kv``.
-FILTER_PATH, BLOCKS_PATH = "/v1/kv/filter", "/v1/kv/blocks"
-FLAG = "--kv-peers"
+#: ``FILTER_PATH``, ``BLOCKS_PATH``, ``PREFILL_PATH``: routes of ``api.kv``.
+FILTER_PATH, BLOCKS_PATH, PREFILL_PATH = "/v1/kv/filter", "/v1/kv/blocks", "/v1/kv/prefill"
+FLAG, PREFILL_FLAG = "--kv-peers", "--prefill-peer"
+# ANSWER_BYTES: most of an answer without blocks.
+ANSWER_BYTES = 64 * 1024
+# BUSY: statuses of a peer that may compute later: a full queue, a pause, an engine that starts.
+BUSY = frozenset({429, 503})
+# OTHER: status of a peer without these weights.
+OTHER = 404
 JSON = {"content-type": "application/json"}
 
 
-class HttpLink(Link):
+class HttpLink(Link, PrefillLink):
     """Asks one peer for blocks of one model."""
 
     def __init__(self, client: PeerClient, peer: Peer, owner: str, num_bytes: int) -> None:
@@ -36,7 +45,21 @@ class HttpLink(Link):
 
     async def read_blocks(self, contents: Sequence[bytes]) -> bytes:
         """See ``Link``."""
-        wanted = {"owner": self._owner, "contents": [each.hex() for each in contents]}
+        return await self._blocks(contents, waits=False)
+
+    async def await_blocks(self, contents: Sequence[bytes]) -> bytes:
+        """See ``PrefillLink``."""
+        return await self._blocks(contents, waits=True)
+
+    async def prefill(self, prompt: Prompt) -> None:
+        """See ``PrefillLink``."""
+        wanted = json.dumps({"owner": self._owner, **asdict(prompt)}).encode()
+        await self._ask("POST", PREFILL_PATH, wanted, ANSWER_BYTES)
+
+    async def _blocks(self, contents: Sequence[bytes], *, waits: bool) -> bytes:
+        wanted: dict[str, Any] = {"owner": self._owner, "contents": [c.hex() for c in contents]}
+        if waits:
+            wanted["waits"] = True
         most = HEAD_BYTES + len(contents) * (FRAME_BYTES + self._num_bytes)
         return await self._ask("POST", BLOCKS_PATH, json.dumps(wanted).encode(), most)
 
@@ -51,7 +74,7 @@ class HttpLink(Link):
                 max_bytes=max_bytes,
             )
         except PeerRefusedError as problem:
-            raise LinkError(str(problem), "refused") from problem
+            raise LinkError(str(problem), _reason(problem)) from problem
         except PeerSilentError as problem:
             raise LinkError(str(problem)) from problem
         return answer.body
@@ -74,3 +97,18 @@ class HttpLinks:
     async def close(self) -> None:
         """Close all connections."""
         await self._client.close()
+
+
+def prefill_link(
+    url: str, key: str | None, owner: str, num_bytes: int
+) -> tuple[HttpLink, Callable[[], Coroutine[Any, Any, None]]]:
+    """Return the link to the server of ``--prefill-peer``, and what closes it."""
+    peer = parse_peer(url, PREFILL_FLAG)
+    client = PeerClient(key, (peer,))
+    return HttpLink(client, peer, owner, num_bytes), client.close
+
+
+def _reason(problem: PeerRefusedError) -> str:
+    if problem.status in BUSY:
+        return "busy"
+    return "other_weights" if problem.status == OTHER else "refused"

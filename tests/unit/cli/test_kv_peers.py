@@ -1,0 +1,56 @@
+"""The settings of KV of other servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlx_parallm.cli.configure import SourcedValue, build_config
+from mlx_parallm.types.errors import ConfigError
+
+PEER = "http://10.0.0.2:8000"
+
+
+def configured(**values: Any) -> Any:
+    sourced = {name.replace("_", "-"): SourcedValue(value, name) for name, value in values.items()}
+    return build_config(sourced)[0].kv_peers
+
+
+def test_nothing_is_used_by_default() -> None:
+    assert not configured().is_used
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({}, None),
+        ({"api_key": ["key-1"]}, "key-1"),
+        ({"api_key": ["key-1"], "admin_api_key": ["key-2", "key-3"]}, "key-2"),
+        ({"admin_api_key": ["key-2"], "peer_key": "key-4"}, "key-4"),
+    ],
+)
+def test_peers_are_sent_the_admin_key(keys: dict[str, Any], wanted: str | None) -> None:
+    peers = configured(kv_peers=[PEER, "dns://kv:8000"], **keys)
+    assert peers.key == wanted
+    assert wanted is None or wanted not in repr(peers)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kv_peers": ["10.0.0.2"]}, "--kv-peers: '10.0.0.2' is not the address"),
+        ({"kv_peers": [PEER, PEER]}, "comes twice"),
+        ({"kv_peers": [f"{PEER}/v1"]}, "is not the address"),
+        ({"prefill_peer": "dns://a:1"}, "--prefill-peer: 'dns://a:1' is not the address"),
+        ({"kv_across_devices": True}, "needs --kv-peers or --kv-serve"),
+        ({"kv_serve": True, "data_parallel_size": 2}, "cannot be used with --data-parallel-size"),
+        ({"kv_serve": True, "engine": ["10.0.0.3:1"]}, "cannot be used with"),
+        ({"peer_key": "k"}, "--peer-key needs"),
+        ({"kv_serve": True, "enable_prefix_caching": False}, "--kv-serve shares cached prefixes"),
+        ({"prefill_peer": PEER, "enable_prefix_caching": False}, "--prefill-peer shares"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured(**values)

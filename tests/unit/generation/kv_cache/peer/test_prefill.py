@@ -1,0 +1,267 @@
+"""Prompts that a peer computes: what comes is used, and everything else is computed here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from mlx_parallm.generation.kv_cache.peer.link import LinkError
+from mlx_parallm.generation.kv_cache.peer.peers import PeerFetch
+from mlx_parallm.generation.kv_cache.peer.prefill import REST_S, Prefiller, PrefillLink, Prompt
+from mlx_parallm.types.content import Buffer
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.work import CacheScope
+from tests.kv_peers import OWNER, frames
+from tests.unit.generation.kv_cache.peer.test_exports import Server
+from tests.unit.generation.scheduler.test_restore import (
+    NUM_FOUND,
+    OTHER,
+    PROMPT,
+    SIZE,
+    ask,
+    num_computed,
+    num_filled,
+)
+
+# BLOCK_BYTES: blocks of the simulated model are JSON, which may end with spaces.
+BLOCK_BYTES = 400
+
+
+def padded(block: Buffer) -> bytes:
+    return bytes(block).ljust(BLOCK_BYTES)
+
+
+class NowThread:
+    """Runs a reading to its end at once."""
+
+    def read(self, reading: Coroutine[Any, Any, None], fetch: PeerFetch) -> PeerFetch:
+        asyncio.run(reading)
+        return fetch
+
+    def close(self) -> None:
+        """Do nothing: there is no thread."""
+
+
+class HeldThread(NowThread):
+    """Begins no reading; a test gives the blocks."""
+
+    def __init__(self) -> None:
+        self.fetches: list[PeerFetch] = []
+
+    def read(self, reading: Coroutine[Any, Any, None], fetch: PeerFetch) -> PeerFetch:
+        reading.close()
+        self.fetches.append(fetch)
+        return fetch
+
+
+@dataclass
+class ServerLink(PrefillLink):
+    """A peer in this process; ``fault`` is called with each number of an answer."""
+
+    server: Server
+    fault: Callable[[int], None] = lambda number: None
+    change: Callable[[bytes], bytes] = bytes
+    prompts: list[Prompt] = field(default_factory=list[Prompt])
+    num_answers: int = 0
+    name: str = "http://peer:1"
+
+    async def prefill(self, prompt: Prompt) -> None:
+        self.prompts.append(prompt)
+        name = f"prefill {len(self.prompts)}"
+        harness = self.server.harness
+        harness.add(
+            GenerateRequest(
+                request_id=name,
+                model="m",
+                prompt_ids=tuple(prompt.token_ids),
+                params=SamplingParams(max_tokens=1, ignore_eos=True),
+                cache_salt=prompt.cache_salt,
+                extra_key=prompt.extra_key,
+                scope=CacheScope(prompt.scope),
+                is_local=True,
+            )
+        )
+        while name in harness.tracked:
+            self.server.turn()
+            await asyncio.sleep(0)
+
+    async def await_blocks(self, contents: Sequence[bytes]) -> bytes:
+        self.num_answers += 1
+        self.fault(self.num_answers)
+        answer = self.server.exports.ask(contents, waits=True)
+        for _ in range(100):
+            if answer.done():
+                break
+            self.server.turn()
+            await asyncio.sleep(0)
+        blocks = answer.result() if answer.done() else []
+        pairs = zip(contents, map(padded, blocks), strict=False)
+        return self.change(frames(list(pairs)))
+
+
+async def no_links() -> None:
+    """Close nothing."""
+
+
+class Decoder(Server):
+    """A server whose long prompts a peer computes."""
+
+    def __init__(
+        self, link: PrefillLink, thread: NowThread | None = None, min_tokens: int = 16
+    ) -> None:
+        super().__init__()
+        self.thread: Any = thread or NowThread()
+        self.prefiller = self.tiers.prefiller = Prefiller(
+            link,
+            no_links,
+            owner=OWNER,
+            num_bytes=BLOCK_BYTES,
+            min_tokens=min_tokens,
+            clock=lambda: self.harness.now_s,
+            thread=self.thread,
+        )
+
+    def complete(self, prompt: Sequence[int] = PROMPT, **more: Any) -> None:
+        """Run a request; the harness compares its tokens with those of the model."""
+        ask(self.harness, "r", prompt, **more)
+        self.harness.drain()
+
+
+@pytest.fixture
+def peer() -> Server:
+    return Server()
+
+
+def test_a_long_prompt_is_computed_by_a_peer(peer: Server) -> None:
+    link = ServerLink(peer)
+    decoder = Decoder(link)
+    decoder.complete(max_tokens=5)
+    assert num_filled(decoder.harness) == NUM_FOUND
+    assert num_computed(decoder.harness) == len(PROMPT) - NUM_FOUND * SIZE + 4
+    assert num_computed(peer.harness) == len(PROMPT) - 1
+    stats = decoder.tiers.stats().prefill
+    assert stats is not None
+    assert (stats.used, stats.hit_tokens, stats.declined) == (1, NUM_FOUND * SIZE, {})
+    # The blocks come while the peer goes on.
+    assert link.num_answers > 1
+    # Memory has them now.
+    decoder.complete()
+    assert len(link.prompts) == 1
+
+
+def test_what_is_here_is_not_computed_again(peer: Server) -> None:
+    link = ServerLink(peer)
+    decoder = Decoder(link)
+    decoder.complete(PROMPT[: 3 * SIZE])
+    assert not link.prompts
+    decoder.complete()
+    assert num_filled(decoder.harness) == NUM_FOUND - 3
+
+
+def test_a_short_prompt_is_computed_here(peer: Server) -> None:
+    link = ServerLink(peer)
+    decoder = Decoder(link, min_tokens=len(PROMPT))
+    decoder.complete()
+    assert not link.prompts
+    assert num_filled(decoder.harness) == 0
+
+
+def test_a_prompt_of_a_peer_is_not_sent_on(peer: Server) -> None:
+    link = ServerLink(peer)
+    decoder = Decoder(link)
+    asked_back = ServerLink(decoder)
+    asyncio.run(asked_back.prefill(Prompt(weights="w", token_ids=PROMPT)))
+    assert not link.prompts
+
+
+def test_salt_and_scope_go_with_a_prompt(peer: Server) -> None:
+    link = ServerLink(peer)
+    decoder = Decoder(link)
+    decoder.complete(salt="a tenant's", scope=CacheScope("a key's"))
+    (prompt,) = link.prompts
+    assert (prompt.cache_salt, prompt.scope) == ("a tenant's", "a key's")
+    assert num_filled(decoder.harness) == NUM_FOUND
+    # Others find nothing of it.
+    decoder.complete(salt="another's")
+    assert len(link.prompts) == 2
+
+
+def refuse(_number: int) -> None:
+    raise LinkError("its queue is full", "busy")
+
+
+def die(number: int) -> None:
+    if number > 1:
+        raise LinkError("it does not answer")
+
+
+@pytest.mark.parametrize(
+    ("fault", "change", "reason", "is_part"),
+    [
+        (refuse, bytes, "busy", False),
+        (die, bytes, "unreachable", True),
+        (lambda _: None, lambda _: b"<html>nothing here</html>", "damaged", False),
+        (lambda _: None, lambda answer: answer[:24], "missing", False),
+        (lambda _: None, lambda answer: answer[:-1], "damaged", True),
+    ],
+)
+def test_a_faulty_peer_costs_time_only(
+    peer: Server,
+    fault: Callable[[int], None],
+    change: Callable[[bytes], bytes],
+    reason: str,
+    is_part: bool,
+) -> None:
+    link = ServerLink(peer, fault, change)
+    decoder = Decoder(link)
+    decoder.complete(max_tokens=3)
+    assert decoder.prefiller.declined == {reason: 1}
+    assert 0 <= num_filled(decoder.harness) < NUM_FOUND
+    assert (num_filled(decoder.harness) > 0) == (decoder.prefiller.used > 0) == is_part
+    # It rests for a while.
+    decoder.complete(OTHER)
+    assert decoder.prefiller.declined["resting"] == 1
+    assert len(link.prompts) == 1
+    decoder.harness.now_s += REST_S
+    decoder.complete(OTHER[1:])
+    assert len(link.prompts) == 2
+
+
+def test_what_has_come_of_a_late_prompt_is_used(peer: Server) -> None:
+    ask(peer.harness, "first")
+    peer.harness.drain()
+    thread = HeldThread()
+    decoder = Decoder(ServerLink(peer), thread)
+    decoder.tiers.fetches.computing.observe(1, 0.01)
+    ask(decoder.harness, "r", max_tokens=3)
+    assert decoder.harness.step() is None
+    (fetch,) = thread.fetches
+    root = next(iter(decoder.exports._roots))
+    contents = [each for each in peer.exports.contents() if each.startswith(root)]
+    blocks = peer.read(contents[:3])
+    fetch.blocks.extend(map(padded, blocks))
+    decoder.harness.now_s += 60
+    decoder.harness.drain()
+    assert num_filled(decoder.harness) == 3
+    assert decoder.tiers.fetches.num_late == 1
+    assert decoder.prefiller.used == 1
+
+
+def test_a_peer_that_takes_longer_than_computing_is_declined(peer: Server) -> None:
+    link = ServerLink(peer)
+    decoder = Decoder(link)
+    decoder.tiers.fetches.computing.observe(1, 0.001)
+
+    def pass_time(_number: int) -> None:
+        decoder.harness.now_s += 1.0
+
+    link.fault = pass_time
+    decoder.complete()
+    assert decoder.prefiller.used == 1
+    decoder.complete(OTHER)
+    assert len(link.prompts) == 1
+    assert decoder.prefiller.declined == {"slow": 1}
