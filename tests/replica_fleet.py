@@ -90,6 +90,9 @@ class FakeHost:
                 self.weights, self.label = {}, "0"
         return head.get("version")
 
+    async def settle(self) -> None:
+        """Return at once: this server is one process."""
+
     def versions(self) -> Mapping[str, Mapping[str, str]]:
         return {"adapters": {name: label for name, (label, _) in self.adapters.items()}}
 

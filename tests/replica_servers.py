@@ -22,8 +22,8 @@ SMALL = ("--max-num-seqs", "8", "--max-model-len", "256")
 class ReplicaServers:
     """Servers of one fleet; ``urls`` are their addresses in order."""
 
-    def __init__(self, count: int, *flags: str) -> None:
-        self._flags = (*SMALL, "--admin-api-key", KEY, *flags)
+    def __init__(self, count: int, *flags: str, key: str | None = KEY) -> None:
+        self._flags = (*flags, *(() if key is None else ("--admin-api-key", key)))
         self._listeners = [bind("127.0.0.1", 0) for _ in range(count)]
         ports = [listener.getsockname()[1] for listener in self._listeners]
         self.urls = [f"http://127.0.0.1:{port}" for port in ports]
@@ -74,6 +74,19 @@ class ReplicaServers:
         choice = self.post(number, "/inference/v1/generate", json=body)["choices"][0]
         return choice["token_ids"], {span["version"] for span in choice["weight_versions"]}
 
+    def check_alike(self) -> None:
+        """Check that all have the same weights and adapters, under the same labels."""
+        states = [self._state(number) for number in range(len(self.urls))]
+        assert states[1:] == states[:-1]
+
+    def _state(self, number: int) -> object:
+        body = {"action": "checksum"}
+        sums = self.post(number, "/weight_checker", json=body)["checksums"]
+        adapters = self.ask(number, "GET", "/v1/adapters").json()["data"]
+        digests = {card["name"]: (card["version"], card["digest"]) for card in adapters}
+        label = self.ask(number, "GET", "/weight_info").json()["weight_version"]
+        return label, sums, digests, self.ask(number, "GET", "/is_paused").json()
+
     def kill(self, number: int) -> None:
         """End one at once."""
         process = self.processes[number]
@@ -92,9 +105,9 @@ class ReplicaServers:
 
 
 @contextmanager
-def replicas(count: int, *flags: str) -> Iterator[ReplicaServers]:
+def replicas(count: int, *flags: str, key: str | None = KEY) -> Iterator[ReplicaServers]:
     """Provide servers of one fleet that are ready."""
-    servers = ReplicaServers(count, *flags)
+    servers = ReplicaServers(count, *flags, key=key)
     try:
         servers.start(*range(count))
         yield servers

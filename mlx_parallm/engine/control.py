@@ -79,6 +79,7 @@ class EngineControl(AdapterControl):
         watchers: are notified of what changes.
         on_changed: called with the first name of a model whose weights were replaced, and the
             folder that all come from; None for tensors.
+        on_forgotten: called once the engine thread was started anew, without any change.
         models: loads and unloads models.
         replacing: is held from the preparation of new weights to their commit.
     """
@@ -90,6 +91,7 @@ class EngineControl(AdapterControl):
         self.here = self.changes = ChangesHere(self)
         self.watchers: list[Watcher] = []
         self.on_changed: Callable[[str, Path | None], None] = lambda _name, _folder: None
+        self.on_forgotten: Callable[[], None] = lambda: None
         self._pause: PauseMode | None = None
         # True if it was paused before it slept.
         self._stays_paused = False
@@ -139,6 +141,7 @@ class EngineControl(AdapterControl):
         self.names.known, self.versions = {}, {}
         self._pause = None
         self._note_awake()
+        self.on_forgotten()
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> int:
         """Begin no more steps; return how many requests are kept, or were aborted."""

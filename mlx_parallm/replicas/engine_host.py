@@ -40,6 +40,10 @@ class EngineHost:
         change = await asyncio.to_thread(decode, head, content, self._folders)
         return await stage(change, self._control)
 
+    async def settle(self) -> None:
+        """See ``Host``."""
+        await self._control.announce()
+
     def versions(self) -> Mapping[str, Mapping[str, str]]:
         """See ``Host``."""
         weights = self._control.versions

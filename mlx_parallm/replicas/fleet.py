@@ -194,6 +194,7 @@ class Fleet:
 
     async def _commit_staged(self, staged: Entry) -> None:
         await self.member.commit(staged.digest)
+        await self.member.host.settle()
 
     async def become(self, peer: Peer) -> None:
         """Bring this server to the state of a peer; raise ParallmError if a step fails."""
@@ -207,6 +208,7 @@ class Fleet:
                 if step.entry is not None and content is not None:
                     state.contents[step.entry.content or ""] = content
             state.move(number, digest, journal)
+        await self.member.host.settle()
         logger.info("caught up with %s: change %d", peer, number)
         self._standing = self._stand()
 

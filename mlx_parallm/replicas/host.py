@@ -27,6 +27,10 @@ class Host(Protocol):
         """Return a change once it is staged; raise ParallmError if it cannot be."""
         ...
 
+    async def settle(self) -> None:
+        """Return once all processes of the server know its models and adapters as they are."""
+        ...
+
     def versions(self) -> Mapping[str, Mapping[str, str]]:
         """Return the labels of weights ("models") and of adapters ("adapters"), by name."""
         ...

@@ -242,8 +242,7 @@ class Member:
         held.expires = loop.call_later(STAGE_S, self._expire, digest)
 
     def _expire(self, digest: str) -> None:
-        if self._held is not None and not self._held.is_committing:
-            logger.warning("a staged change was neither committed nor dropped; it is dropped")
+        logger.warning("a staged change was neither committed nor dropped; it is dropped")
         dropping = asyncio.ensure_future(self.drop(digest))
         dropping.add_done_callback(_report)
 
@@ -257,6 +256,12 @@ class Member:
         finally:
             self._is_moving = False
             self._freed.set()
+
+    def forget(self) -> None:
+        """Note that the engines were started anew: no change is left there."""
+        self.state = MemberState(seen=self.state.seen)
+        if self.staged is not None:
+            self._expire(self.staged.digest)
 
     async def carry_out(self, head: Mapping[str, Any], content: bytes | None) -> None:
         """Stage a change at the host and commit it, within ``moving``."""

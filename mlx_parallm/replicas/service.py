@@ -56,6 +56,7 @@ class Replicas:
         self.member = Member(EngineHost(control, own_folder))
         transport = HttpTransport(self._client, max_bytes, self._is_alive)
         self.fleet = Fleet(self.member, transport, self._listed, me=me)
+        control.on_forgotten = self.member.forget
         control.changes = FleetChanges(control, FanOut(self.fleet))
         self._watching: asyncio.Task[None] | None = None
 

@@ -15,7 +15,7 @@ import pytest
 from mlx_parallm.client.tensors import encode_safetensors
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from tests import adapter_files
-from tests.replica_servers import HEADERS, RAW, ReplicaServers, replicas
+from tests.replica_servers import HEADERS, RAW, SMALL, ReplicaServers, replicas
 
 NAME = "model.layers.0.input_layernorm.weight"
 
@@ -37,7 +37,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(roots: Path) -> Iterator[ReplicaServers]:
-    with replicas(3, "--allowed-adapter-roots", str(roots)) as servers:
+    with replicas(3, *SMALL, "--allowed-adapter-roots", str(roots)) as servers:
         yield servers
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from mlx_parallm.replicas.fleet import POLL_S
 from mlx_parallm.replicas.member import STAGE_S
+from mlx_parallm.replicas.peers import Peer
 from mlx_parallm.types.errors import ConflictError, ParallmError, PeerSilentError
 from tests.replica_fleet import Network, adapter, ignoring, settle, update
 from tests.virtual_time import in_virtual_time, run_virtual
@@ -168,6 +169,48 @@ async def test_halves_that_changed_apart_differ_in_labels_until_an_operator_deci
         await asyncio.sleep(2 * POLL_S)
         check_alike(network)
         assert network.server(0).host.label in second.versions.values()
+
+
+@in_virtual_time
+async def test_engines_that_start_anew_get_all_again() -> None:
+    async with fleet() as network:
+        await network.server(0).change(adapter(), b"one")
+        await network.server(1).change(update(), b"two")
+        server = network.server(1)
+        server.host.adapters, server.host.weights, server.host.label = {}, {}, "0"
+        server.member.forget()
+        await asyncio.sleep(3 * POLL_S)
+        check_alike(network)
+        outcome = await server.change(adapter(), b"three")
+        assert set(outcome.versions.values()) == {"3"}
+
+
+@in_virtual_time
+async def test_a_server_that_does_not_list_itself_learns_its_address_from_others() -> None:
+    async with fleet() as network:
+        server = network.server(0)
+        server.fleet.me = None
+        server.fleet._listed = lambda: _others(network)
+        await asyncio.sleep(3 * POLL_S)
+        assert server.fleet.me == network.peers[0]
+        await server.change(adapter(), b"one")
+        check_alike(network)
+
+
+async def _others(network: Network) -> list[Peer]:
+    return network.peers[1:]
+
+
+@in_virtual_time
+async def test_staged_bytes_are_freed_with_what_replaces_them() -> None:
+    async with fleet() as network:
+        for number in range(5):
+            await network.server(number % 3).change(adapter(), b"x" * 1000 + b"%d" % number)
+        for server in network.servers.values():
+            assert [len(body) for body in server.member.state.contents.values()] == [1001]
+        await network.server(0).change({"kind": "unload_adapter", "name": "a", "model": "m"})
+        for server in network.servers.values():
+            assert server.member.state.contents == {}
 
 
 @pytest.mark.parametrize("seed", range(12))
