@@ -93,11 +93,13 @@ def mlx_vlm_server(
 
 
 @contextlib.contextmanager
-def mlx_parallm_server(model: Path | None, options: Sequence[str] = ()) -> Iterator[Server]:
+def mlx_parallm_server(
+    model: Path | None, options: Sequence[str] = (), *, port: int | None = None
+) -> Iterator[Server]:
     """Run ``mlx_parallm serve``; without a model it serves the embedded one."""
     command = ["mlx_parallm", "serve", "--served-model-name", SERVED_NAME]
     command += ["--model", str(model)] if model else []
-    with running_server("mlx_parallm", [*command, *options], SERVED_NAME) as server:
+    with running_server("mlx_parallm", [*command, *options], SERVED_NAME, port=port) as server:
         yield server
 
 
@@ -125,12 +127,14 @@ def running_server(
     model: str | None,
     python: Path | None = None,
     env: Mapping[str, str] | None = None,
+    port: int | None = None,
 ) -> Iterator[Server]:
     """Run a module with arguments, ``--host`` and ``--port`` after them, once it is healthy.
 
-    ``python`` and ``env`` are its interpreter and more variables, if they are not those of others.
+    ``python`` and ``env`` are its interpreter and more variables, if they are not those of others;
+    without a ``port`` it gets a free one.
     """
-    port = free_port()
+    port = port or free_port()
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         log = Path(folder) / "log.txt"
         with log.open("wb") as output:
