@@ -201,6 +201,21 @@ class TestPrefillPeer:
             decoder.stop()
 
     @pytest.mark.slow
+    def test_a_peer_that_takes_no_prompt_so_long_costs_time_only(self) -> None:
+        peer = start("--kv-serve", "--max-model-len", "1024")
+        decoder = start("--prefill-peer", peer.url, *self.FLAGS)
+        try:
+            prompt = prompt_of(30, 2000)
+            first, memory = ask(decoder, prompt), ask(decoder, prompt)
+            assert cached(first) == 0
+            assert texts(first)[0][0] == texts(memory)[0][0]
+            assert decoder.metric(self.USED) == 0
+            assert decoder.metric("mlx_parallm:prefill_peer_declined_total") == 1
+        finally:
+            peer.stop()
+            decoder.stop()
+
+    @pytest.mark.slow
     def test_servers_that_name_each_other_send_no_prompt_on(self) -> None:
         proxy = PacedProxy(0)
         this = start("--kv-serve", "--prefill-peer", proxy.url, *self.FLAGS)

@@ -23,6 +23,7 @@ from mlx_parallm.api.turns.generation import unless_disconnected
 from mlx_parallm.engine.models import EngineState
 from mlx_parallm.generation.exported import find_weights, read_blocks, read_filter
 from mlx_parallm.generation.kind import GENERATION
+from mlx_parallm.generation.kv_cache.peer.exports import ANSWER_S
 from mlx_parallm.generation.kv_cache.peer.frames import pack_frame, pack_head
 from mlx_parallm.replicas.peers import RELEASE_HEADER
 from mlx_parallm.serving.interface import EngineClient
@@ -34,8 +35,8 @@ from mlx_parallm.types.work import CacheScope
 
 routes = Routes(SERVER, access=Access.ADMIN, dependencies=[Depends(check_release)])
 
-# ASK_S: seconds after which an answer has no blocks: the peer has computed them by then.
-ASK_S = 10.0
+# ASK_S: seconds after which an answer has no blocks, if the engine gives none.
+ASK_S = ANSWER_S + 5.0
 BINARY = "application/octet-stream"
 
 

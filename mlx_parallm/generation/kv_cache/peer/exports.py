@@ -24,16 +24,19 @@ MAX_ROOTS = 4096
 MAX_BLOCKS = 64
 MAX_BYTES = 8 << 20
 UID_BYTES = 16
+#: ``ANSWER_S``: seconds after which an answer has what was read by then.
+ANSWER_S = 10.0
 # FILTER_S: seconds in which all who ask get the same filter.
 FILTER_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """Blocks that were asked for; what ``answer`` gets is their leading run."""
+    """Blocks that were asked for; what ``answer`` gets is their leading run, at the latest then."""
 
     contents: Sequence[bytes]
     answer: Future[list[Buffer]]
+    until_s: float
     waits: bool
     blocks: list[Buffer | None] = field(default_factory=list[Buffer | None])
     reads: list[tuple[int, Fetch]] = field(default_factory=list[tuple[int, Fetch]])
@@ -142,7 +145,8 @@ class Exports:
         ``waits``: blocks that are not here are being computed; the first of them is awaited. The
         caller cancels the answer when it is needed no longer.
         """
-        question = _Question(contents[: self._most], Future(), waits)
+        until_s = self._clock() + ANSWER_S
+        question = _Question(contents[: self._most], Future(), until_s, waits)
         self._inbox.append(question)
         self.wake()
         return question.answer
@@ -154,11 +158,15 @@ class Exports:
 
     def _is_ready(self, question: _Question) -> bool:
         """True if an answer can be given, or the pool has more of it."""
-        if question.answer.cancelled():
+        if self._is_over(question):
             return True
         if not all(read.is_done for _, read in question.reads):
             return False
         return not question.waits or self._has(question.contents[0])
+
+    def _is_over(self, question: _Question) -> bool:
+        """True if the caller waits no longer; one in another process cannot say so."""
+        return question.answer.cancelled() or self._clock() > question.until_s
 
     def _has(self, content: bytes) -> bool:
         if self._block(content) is not None:
@@ -175,7 +183,8 @@ class Exports:
                 question.waits = False
                 self._begin(question)
             self._collect(question)
-            if question.answer.cancelled() or not (question.waits or self._is_awaited(question)):
+            is_awaited = question.waits or self._is_awaited(question)
+            if self._is_over(question) or not is_awaited:
                 self._open.remove(question)
                 _settle(question)
 

@@ -28,7 +28,7 @@ class Server:
     """A scheduler whose blocks others may ask for."""
 
     def __init__(self, *stores: BlockStore, num_blocks: int = 40, runs_ahead: bool = False) -> None:
-        self.exports = Exports(OWNER, 100)
+        self.exports = Exports(OWNER, 100, clock=lambda: self.harness.now_s)
         self.harness = SchedulerHarness(
             num_blocks=num_blocks, stores=stores, exports=self.exports, runs_ahead=runs_ahead
         )
@@ -171,6 +171,20 @@ def test_a_question_that_is_withdrawn_is_forgotten(kept: dict[bytes, bytes]) -> 
     answer.cancel()
     assert server.tiers.has_asked
     server.turn()
+    assert not server.exports._open
+
+
+def test_what_never_comes_is_not_awaited_for_ever(kept: dict[bytes, bytes]) -> None:
+    store = DictStore(holds_back=True)
+    fill_store(store)
+    server = Server(store)
+    answers = [server.exports.ask(list(kept)), server.exports.ask([b"x" * 32], waits=True)]
+    server.turn()
+    assert not server.tiers.has_asked
+    server.harness.now_s += exports_module.ANSWER_S + 1
+    assert server.tiers.has_asked
+    server.turn()
+    assert [answer.result() for answer in answers] == [[], []]
     assert not server.exports._open
 
 

@@ -265,3 +265,35 @@ def test_a_peer_that_takes_longer_than_computing_is_declined(peer: Server) -> No
     decoder.complete(OTHER)
     assert len(link.prompts) == 1
     assert decoder.prefiller.declined == {"slow": 1}
+
+
+@pytest.mark.parametrize("length", [1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE])
+def test_a_prompt_of_few_tokens_does_not_wait(peer: Server, length: int) -> None:
+    link = ServerLink(peer)
+    decoder = Decoder(link, min_tokens=1)
+    decoder.complete(PROMPT[:length])
+    assert len(link.prompts) == (length > SIZE)
+    assert not decoder.prefiller.declined
+
+
+def test_a_request_that_ends_while_its_peer_computes_leaves_nothing(peer: Server) -> None:
+    thread = HeldThread()
+    decoder = Decoder(ServerLink(peer), thread)
+    ask(decoder.harness, "r")
+    assert decoder.harness.step() is None
+    (fetch,) = thread.fetches
+    stopped: list[bool] = []
+    fetch.stop = lambda: stopped.append(True)
+    assert decoder.harness.scheduler.stats().num_free_blocks == decoder.harness.num_blocks
+    decoder.harness.abort("r")
+    assert stopped
+    decoder.harness.drain()
+
+
+def test_blocks_of_another_prompt_are_not_used(peer: Server) -> None:
+    other = frames([(b"x" * 32, b" " * BLOCK_BYTES)] * 3)
+    link = ServerLink(peer, change=lambda _: other)
+    decoder = Decoder(link)
+    decoder.complete()
+    assert num_filled(decoder.harness) == 0
+    assert decoder.prefiller.declined == {"damaged": 1}
