@@ -40,7 +40,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 # These end when make does, however that ends; `exec`, so that no shell is between them and make.
 WITH_MAKE := $(BIN)/python -m mlx_parallm.peers.child_process parent
 
-.PHONY: help serve test test-slow test-engines test-dialled test-ranks page-test conformance agents trainers corpus corpus-sample newest check-encoder check-seq2seq check-mezo check-reward check-vision cluster-check lint checks format unit dist bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test test-slow test-engines test-dialled test-ranks page-test conformance agents trainers scale-out corpus corpus-sample newest check-encoder check-seq2seq check-mezo check-reward check-vision cluster-check lint checks format unit dist bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -62,7 +62,7 @@ test: checks ## Lint, layers, language and the tests, but those of the next two 
 	@$(TEST_ENV) $(PYTEST) -m "not engines and not slow" $(ARGS)
 
 test-slow: $(DEV_STAMP) ## Types and the tests marked slow: kernels, kills and restarts, long random histories
-	@$(TEST_ENV) $(PYTEST) -m "slow and not engines" $(ARGS)
+	@$(TEST_ENV) $(PYTEST) -m "slow and not engines" --ignore tests/scaleout $(ARGS)
 
 # Suites that hold for any number of engines and of HTTP processes.
 ENGINE_SUITES := abort api_answers batches cache_scope client_adapters embeddings encoder_routes \
@@ -126,6 +126,13 @@ ART_PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.14; do
 
 trainers: $(DEV_STAMP) $(TRAINERS_STAMP) $(ART_STAMP) ## Trainers' own clients against a live server; rewrites their part of docs/compatibility.md
 	@exec $(WITH_MAKE) tests.trainers.run_all $(ARGS)
+
+# SGLang's router; nginx and HAProxy are packages of the system.
+BALANCERS := .venv-scale-out
+BALANCERS_STAMP := $(BALANCERS)/.installed-$(call checksum,requirements/scale-out.txt)
+
+scale-out: $(DEV_STAMP) $(BALANCERS_STAMP) ## nginx, HAProxy and SGLang's router before two servers; those that are not installed are skipped
+	@$(TEST_ENV) $(PYTEST) -m slow tests/scaleout $(ARGS)
 
 # Libraries that save folders, with torch.
 CORPUS := .venv-corpus
@@ -258,6 +265,12 @@ $(ART_STAMP): requirements/trainers-art.txt
 	@$(ART_PYTHON) -m venv $(ART)
 	@$(ART)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
 	@rm -f $(ART)/.installed-* && touch $@
+
+$(BALANCERS_STAMP): requirements/scale-out.txt
+	@echo "Installing SGLang's router"
+	@$(PYTHON) -m venv $(BALANCERS)
+	@$(BALANCERS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
+	@rm -f $(BALANCERS)/.installed-* && touch $@
 
 $(CORPUS_STAMP): requirements/corpus.txt
 	@echo "Installing the libraries that save folders"
