@@ -8,17 +8,20 @@ import pickle
 import signal
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlx_parallm.cli.main import main
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.peers.addresses import Address, check_reach, read_address, read_key
 from mlx_parallm.peers.handshake import (
+    ANSWER_BYTES,
     HELLO,
     PROTOCOL,
     Caller,
@@ -162,6 +165,44 @@ def test_those_who_wait_longest_make_room(listener: Listener) -> None:
     assert is_dropped(strangers[0])
     for stranger in strangers:
         stranger.close()
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "192.0.2.1:7000"])
+def test_a_port_that_others_reach_is_not_opened_without_a_key(
+    listen: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["engine", "--listen", listen]) == 2
+    assert f"--listen {listen} needs --peer-key-file" in capfd.readouterr().err
+
+
+def test_a_port_that_is_taken_is_a_sentence(
+    listener: Listener, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["engine", "--listen", str(listener.address)]) == 2
+    assert f"--listen {listener.address} cannot be used: " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("answer", [BOMB * 99, bytes(ANSWER_BYTES), b"HTTP/1.1 400 Bad\r\n" * 99])
+def test_a_server_reads_nothing_of_who_has_not_proven_the_key(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
+        address = Address("127.0.0.1", listening.getsockname()[1])
+        dialling = pool.submit(dialled_engine(address).start)
+        with listening.accept()[0] as end:
+            end.sendall(answer)
+            with pytest.raises(ConfigError, match="it does not know the secret"):
+                dialling.result()
+
+
+@pytest.mark.slow
+def test_a_server_that_vanishes_leaves_a_listener_for_the_next(listener: Listener) -> None:
+    for _ in range(3):
+        caller = Caller(7, StreamKind.ENGINE)
+        connect(listener.address.pair, b"", caller, PATIENCE_S).close()
+    engine = dialled_engine(listener.address)
+    engine.start()
+    engine.stop()
+    while listener.engines:
+        pass
 
 
 @pytest.mark.parametrize("kind", [StreamKind.LOG, StreamKind.BEATS])
