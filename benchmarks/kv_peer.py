@@ -59,12 +59,11 @@ def measured(
 ) -> dict[str, list[Answer]]:
     """Return the answers of the servers to all prompts but two, by which they learn their pace."""
     answers: dict[str, list[Answer]] = {name: [] for name in servers}
+    computed: list[Answer] = []
     for server in servers.values():
         ask(server, random_ids(WARM_UP_TOKENS, 1000))
-        ask(server, prompts[0])
-    compute_s = min(
-        ask(servers["cold"], random_ids(len(prompts[0]), 2000 + n)).first_s for n in (0, 1)
-    )
+        computed.append(ask(server, prompts[0]))
+    compute_s = median_first(computed)
     answers["peer"] = [ask(peer, prompt) for prompt in prompts[1:]]
     answers["memory"] = [ask(peer, prompt) for prompt in prompts[2:]]
     num_blocks = (len(prompts) - 1) * (len(prompts[0]) // BLOCK_SIZE)

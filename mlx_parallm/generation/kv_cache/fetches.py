@@ -19,6 +19,8 @@ LONGEST_READ_S = 10.0
 RETRY_S = 30.0
 # MOST_RETRY_S: most seconds: the time doubles while reading stays slower than computing.
 MOST_RETRY_S = 600.0
+# MOST_CUT: a read that was given up counts as at most so many times as long as it took.
+MOST_CUT = 4
 # NEW: share of a new measurement in an average.
 NEW = 0.3
 
@@ -183,9 +185,10 @@ class ReadPace(UnitPace):
         self.retry_at_s = -math.inf
         self._retry_s = RETRY_S
 
-    def note(self, fetch: ChainFetch, waited_s: float, now_s: float) -> None:
-        """Note a read that took so long, or was given up then."""
-        self.observe(fetch.size, waited_s)
+    def note(self, fetch: ChainFetch, num_read: int, waited_s: float, now_s: float) -> None:
+        """Note a read that took so long, or was given up when so many blocks were there."""
+        is_cut = num_read and not fetch.is_done
+        self.observe(max(num_read, fetch.size / MOST_CUT) if is_cut else fetch.size, waited_s)
         is_slow = fetch.compute_s is not None and waited_s >= fetch.compute_s
         self.retry_at_s = now_s + self._retry_s
         self._retry_s = min(MOST_RETRY_S, 2 * self._retry_s) if is_slow else RETRY_S
@@ -275,13 +278,14 @@ class FetchQueue:
         now_s = self._clock()
         # Exclude the time that its sequence waited for blocks of the pool.
         done_s = now_s if fetch.done_s is None else fetch.done_s
+        result = fetch.result()
         waited_s = done_s - (fetch.begin_s if fetch.reads else fetch.asked_s)
         if fetch.reads:
-            self._reading[fetch.places].note(fetch, waited_s, now_s)
+            self._reading[fetch.places].note(fetch, len(result), waited_s, now_s)
         self.num_reads += 1
         self.num_late += not fetch.is_done
         self.wait_s += waited_s
-        return fetch.result()
+        return result
 
     def release(self, fetch: ChainFetch) -> None:
         """Forget a chain: its blocks are filled, or its sequence waits no longer."""

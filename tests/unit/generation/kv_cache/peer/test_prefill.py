@@ -249,6 +249,12 @@ def test_what_has_come_of_a_late_prompt_is_used(peer: Server) -> None:
     assert num_filled(decoder.harness) == 3
     assert decoder.tiers.fetches.num_late == 1
     assert decoder.prefiller.used == 1
+    # At that pace all of it would have taken more than twice as long, and so will the next one.
+    for _ in range(50):
+        decoder.tiers.fetches.computing.observe(1, 0.02)
+    decoder.complete(OTHER)
+    assert len(thread.fetches) == 1
+    assert decoder.prefiller.declined == {"slow": 1}
 
 
 def test_a_peer_that_takes_longer_than_computing_is_declined(peer: Server) -> None:
