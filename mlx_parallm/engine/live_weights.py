@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.models.checkpoints.contents import FolderContents, SeenFolder
+from mlx_parallm.models.checkpoints.copies import Copy, check_copy
 from mlx_parallm.types.content import PendingContent, passing_content, updated_content
-from mlx_parallm.types.errors import InvalidRequestError, VersionMismatchError
+from mlx_parallm.types.errors import ConfigError, InvalidRequestError, VersionMismatchError
 from mlx_parallm.types.request import KV_CACHE, SLEEP_TAGS, WEIGHTS, WeightsVersion
 
 if TYPE_CHECKING:
@@ -28,12 +29,14 @@ class WeightsUpdate:
         tensors: by their names in the checkpoint; None for a folder.
         version: label of the tokens that they make; None counts on.
         expected_version: they replace this version and no other; None for any.
+        copy: the folder on the server's machine, for engines on others; None: it is not compared.
     """
 
     folder: Path | None = None
     tensors: Mapping[str, HostTensor] | None = None
     version: str | None = None
     expected_version: str | None = None
+    copy: Copy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,7 @@ class LiveWeights:
         self._check_version(update)
         with self._dropping():
             if update.folder is not None:
+                _check_copy(update.copy)
                 seen = self.contents.see(update.folder)
                 self.model.prepare_folder(update.folder)
                 self._seen = self.contents.confirm(seen)
@@ -253,3 +257,11 @@ class LiveWeights:
         self.read = seen
         self.policies.replace_base(self._loaded, seen)
         self.begin_hashing()
+
+
+def _check_copy(copy: Copy | None) -> None:
+    try:
+        if copy is not None:
+            check_copy(copy)
+    except ConfigError as problem:
+        raise InvalidRequestError(str(problem), param="weights") from None

@@ -64,7 +64,14 @@ def parallel_life(
     ]
     make_router = partial(Router, count, max_num_seqs=config.scheduler.max_num_seqs)
     free = _unknown if devices or addresses else host_free_bytes
-    return ParallelLife(lives, make_router, ask=ask, seed=config.seed, read_free_bytes=free)
+    return ParallelLife(
+        lives,
+        make_router,
+        ask=ask,
+        seed=config.seed,
+        read_free_bytes=free,
+        compares_folders=bool(addresses),
+    )
 
 
 def _local(

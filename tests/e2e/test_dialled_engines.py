@@ -182,6 +182,26 @@ def test_a_folder_that_only_the_server_has_is_named(tmp_path: Path) -> None:
     lacking.stop()
 
 
+def test_an_update_from_a_folder_that_an_engine_lacks_changes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "roots" / "new"
+    shutil.copytree(DEMO_FOLDER, folder)
+    lacking = Listener(program=("tests.machine_without", str(folder)))
+    process = ServerProcess(
+        *("--engine", str(lacking.address), "--data-parallel-size", "1"),
+        *("--allowed-adapter-roots", str(folder.parent)),
+    )
+    process.wait_until_ready()
+    await_ready(process, 2)
+    with httpx2.Client(base_url=process.url) as http:
+        before = http.get("/weight_info").json()
+        refused = http.post("/update_weights", json={"weight_dir": str(folder)})
+        assert refused.status_code == 400, refused.text
+        assert f"has no {folder}, which the server's machine has" in refused.text
+        assert http.get("/weight_info").json() == before
+    assert process.stop() == 0
+    lacking.stop()
+
+
 def test_engines_of_both_machines_serve_together(listeners: list[Listener], key_file: Path) -> None:
     process = ServerProcess(
         *("--engine", str(listeners[0].address), "--peer-key-file", str(key_file)),

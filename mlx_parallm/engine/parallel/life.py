@@ -10,17 +10,22 @@ import asyncio
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from mlx_parallm.engine.commands import Abort, Command, Stop, Submit
+from mlx_parallm.engine.commands import Abort, Call, Command, Stop, Submit
+from mlx_parallm.engine.engine_commands import PrepareUpdate
 from mlx_parallm.engine.life import Deliver, EngineLife, OnLoaded
+from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.models import EngineState
 from mlx_parallm.engine.parallel.asking import SharedAsk
 from mlx_parallm.engine.parallel.fleet import Fleet
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.status import Readiness, StateQuery
+from mlx_parallm.models.checkpoints.copies import copy_of
 from mlx_parallm.types.errors import EngineDeadError, ParallmError
 
 T = TypeVar("T")
@@ -41,6 +46,7 @@ class ParallelLife(EngineLife):
         ask: SharedAsk | None = None,
         seed: int = 0,
         read_free_bytes: Callable[[], int | None] = lambda: None,
+        compares_folders: bool = False,
     ) -> None:
         """Prepare; nothing is started yet.
 
@@ -50,7 +56,10 @@ class ParallelLife(EngineLife):
             ask: asks any of these engines; None makes one.
             seed: draws the seeds of requests without one.
             read_free_bytes: see ``Fleet``.
+            compares_folders: engines on other machines take weights from folders only if these are
+                as on this machine.
         """
+        self._compares_folders = compares_folders
         self._read_free_bytes = read_free_bytes
         self._seed = seed
         self._lives = lives
@@ -76,7 +85,7 @@ class ParallelLife(EngineLife):
         elif isinstance(command, Abort):
             fleet.abort(command)
         else:
-            fleet.call(command)
+            fleet.call(compared(command) if self._compares_folders else command)
 
     @override
     def clear(self) -> None:
@@ -140,3 +149,13 @@ class ParallelLife(EngineLife):
     @override
     def end(self) -> None:
         """Each engine's thread does that itself."""
+
+
+def compared(command: Call) -> Call:
+    """Return a command that has engines compare the folder, if it prepares weights of one."""
+    match command.action:
+        case PrepareUpdate(_, WeightsUpdate(folder=Path() as folder) as update) as action:
+            update = replace(update, copy=copy_of(str(folder)))
+            return replace(command, action=replace(action, update=update))
+        case _:
+            return command
