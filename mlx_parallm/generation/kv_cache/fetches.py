@@ -82,6 +82,11 @@ class ChainFetch:
         return sum(len(run.contents) for run in self.runs)
 
     @property
+    def num_entries(self) -> int:
+        """The number of its blocks, and of its state if it has one."""
+        return self.num_blocks + (self.state is not None)
+
+    @property
     def size(self) -> int:
         """Its size in blocks, its state included."""
         return sum(run.size for run in self._parts)
@@ -94,6 +99,11 @@ class ChainFetch:
     def places(self) -> frozenset[str]:
         """The tiers that it is read from, which are of different speeds."""
         return frozenset(run.store.tier for run in self._parts)
+
+    @property
+    def gives_parts(self) -> bool:
+        """True if what has come of it is of use when it is given up."""
+        return self.state is None and all(run.store.gives_parts for run in self.runs)
 
     @property
     def contents(self) -> list[bytes]:
@@ -186,10 +196,17 @@ class ReadPace(UnitPace):
         self._retry_s = RETRY_S
 
     def note(self, fetch: ChainFetch, num_read: int, waited_s: float, now_s: float) -> None:
-        """Note a read that took so long, or was given up when so many blocks were there."""
-        is_cut = num_read and not fetch.is_done
-        self.observe(max(num_read, fetch.size / MOST_CUT) if is_cut else fetch.size, waited_s)
-        is_slow = fetch.compute_s is not None and waited_s >= fetch.compute_s
+        """Note a read that took so long, or was given up then; it has so many blocks and states."""
+        is_late = not fetch.is_done
+        if not num_read and not is_late:
+            # What could not be read says nothing of the pace.
+            return
+        share = num_read / fetch.num_entries or 1.0
+        # All of it would have taken so long.
+        whole_s = waited_s / max(share, 1 / MOST_CUT)
+        self.observe(fetch.size, whole_s)
+        is_slow = fetch.compute_s is not None and whole_s >= fetch.compute_s
+        is_slow |= is_late and not num_read
         self.retry_at_s = now_s + self._retry_s
         self._retry_s = min(MOST_RETRY_S, 2 * self._retry_s) if is_slow else RETRY_S
 
@@ -268,7 +285,8 @@ class FetchQueue:
         read_s = pace.predict(fetch.size)
         if read_s is None or fetch.compute_s is None or self._clock() > pace.retry_at_s:
             return True
-        return read_s < fetch.compute_s
+        most_s = math.inf if fetch.gives_parts else LONGEST_READ_S
+        return read_s < min(fetch.compute_s, most_s)
 
     def take(self, fetch: ChainFetch) -> list[tuple[Buffer, str]]:
         """Return the result of a chain that is awaited no longer; ``release`` must follow."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -303,3 +304,23 @@ def test_blocks_of_another_prompt_are_not_used(peer: Server) -> None:
     decoder.complete()
     assert num_filled(decoder.harness) == 0
     assert decoder.prefiller.declined == {"damaged": 1}
+
+
+def test_a_peer_that_stays_slow_is_asked_more_and_more_rarely(peer: Server) -> None:
+    thread = HeldThread()
+    decoder = Decoder(ServerLink(peer), thread)
+    asked_at_s: list[float] = []
+    for number in range(300):
+        decoder.tiers.fetches.computing.observe(1, 0.01)
+        name, before = str(number), len(thread.fetches)
+        ask(decoder.harness, name, [number % 50, *PROMPT[1:]], salt=name)
+        decoder.harness.step()
+        if len(thread.fetches) > before:
+            asked_at_s.append(decoder.harness.now_s)
+            decoder.harness.now_s += 1.0
+        decoder.harness.drain()
+        decoder.harness.now_s += 10.0
+    waits_s = [after - before for before, after in pairwise(asked_at_s)]
+    assert waits_s == sorted(waits_s)
+    assert waits_s[0] < 45
+    assert 600 <= waits_s[-1] < 630
