@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.cli.main import main
 from mlx_parallm.client.tensors import encode_safetensors
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
+from mlx_parallm.replicas.entries import Entry
+from mlx_parallm.replicas.frames import pack_head
 from tests import adapter_files
-from tests.replica_servers import HEADERS, RAW, SMALL, ReplicaServers, replicas
+from tests.replica_servers import HEADERS, KEY, RAW, SMALL, ReplicaServers, replicas
 
 NAME = "model.layers.0.input_layernorm.weight"
 
@@ -123,7 +128,10 @@ def test_peers_are_heard_with_the_key_alone(fleet: ReplicaServers) -> None:
         answer = fleet.ask(0, "GET", url, headers={**HEADERS, **other})
         assert answer.status_code == 409
         assert "0.0.1" in answer.text
-    for body in (b"", b"garbage", b"\xff\xff\xff\xff{}", b"\x02\x00\x00\x00{}"):
+    head = {"kind": "update_weights", "model": "m", "folder": None, "names": []}
+    entry = pack_head(Entry(10**6, "", head, "0" * 64, fleet.urls[0]))
+    whole = entry + b"tensors of another digest"
+    for body in (b"", b"garbage", b"\xff\xff\xff\xff{}", b"\x02\x00\x00\x00{}", entry[:-9], whole):
         answer = fleet.ask(0, "POST", "/v1/peers/stage", content=body, headers=RAW)
         assert answer.status_code == 400, answer.text
     for path in ("commit", "drop"):
@@ -153,6 +161,45 @@ def test_a_server_that_comes_late_gets_all(fleet: ReplicaServers) -> None:
     for name in ("x", "y", "z"):
         check_alike(fleet, name)
     assert check_alike(fleet)[1] == {forced["weight_version"]}
+
+
+@pytest.mark.slow
+def test_commands_show_and_mend_a_fleet(
+    fleet: ReplicaServers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--url", fleet.urls[0], "--api-key", KEY]
+    assert main(["fleet", "status", *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["SERVER", *sorted(fleet.urls)]
+    assert main(["fleet", "drain", fleet.urls[1], "--api-key", KEY]) == 0
+    assert main(["fleet", "status", *flags]) == 1
+    assert "is being drained" in capsys.readouterr().out
+    assert main(["fleet", "drain", fleet.urls[1], "--undo", "--api-key", KEY]) == 0
+    assert main(["fleet", "apply", *flags]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
+def test_many_changes_leave_nothing_open(fleet: ReplicaServers) -> None:
+    def change(number: int) -> None:
+        load(fleet, number % 3, "again", number)
+        fleet.ask(number % 3, "POST", "/update_weights", content=b"no tensors", headers=RAW)
+
+    for number in range(3):
+        change(number)
+    before = [num_descriptors(fleet, number) for number in range(3)]
+    for number in range(3, 21):
+        change(number)
+    after = [num_descriptors(fleet, number) for number in range(3)]
+    # Connections come and go; each change would leave one at least.
+    assert max(late - early for early, late in zip(before, after, strict=True)) < 12
+    fleet.check_alike()
+
+
+def num_descriptors(fleet: ReplicaServers, number: int) -> int:
+    process = fleet.processes[number]
+    assert process is not None
+    return len(os.listdir(f"/proc/{process.process.pid}/fd"))
 
 
 @pytest.mark.slow
