@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from mlx_parallm.replicas.entries import BASE_WEIGHTS, DECIDED_FIRST, Entry, Head, Journal
 from mlx_parallm.replicas.fan_out import FanOut, Outcome, Proposal
 from mlx_parallm.replicas.fleet import Fleet
+from mlx_parallm.replicas.host import Content
 from mlx_parallm.replicas.member import Member, content_digest
 from mlx_parallm.replicas.peers import Peer
 from mlx_parallm.replicas.transport import PeerState, StateQuery
@@ -39,7 +40,7 @@ class Labels:
 class FakeStaged:
     """A change of a ``FakeHost``."""
 
-    def __init__(self, host: FakeHost, head: Head, content: bytes | None) -> None:
+    def __init__(self, host: FakeHost, head: Head, content: Content | None) -> None:
         self._host, self._head, self._content = host, head, content
         host.num_staged += 1
 
@@ -66,7 +67,7 @@ class FakeHost:
         self.refuses = False
         self.delay_s = 0.0
 
-    async def stage(self, head: Head, content: bytes | None) -> FakeStaged:
+    async def stage(self, head: Head, content: Content | None) -> FakeStaged:
         await asyncio.sleep(self.delay_s)
         if self.refuses:
             raise InvalidRequestError("This does not fit.")
@@ -127,14 +128,16 @@ class Server:
         for task in list(self._tasks):
             task.cancel()
 
-    async def change(self, head: Head, content: bytes | None = None) -> Outcome:
+    async def change(self, head: Head, content: Content | None = None) -> Outcome:
         """Carry out a change that reaches this server."""
         is_labelled = head["kind"] in ("load_adapter", "update_weights")
+
+        digest = None if content is None else content_digest(content)
 
         async def stage(labelled: Head) -> FakeStaged:
             return await self.host.stage(labelled, content)
 
-        return await self.fan_out.carry_out(Proposal(head, content, is_labelled, stage))
+        return await self.fan_out.carry_out(Proposal(head, content, digest, is_labelled, stage))
 
 
 class Network:
@@ -202,7 +205,10 @@ class Wire:
 
         return await self._asked(peer, ask)
 
-    async def stage(self, peer: Peer, entry: Entry, content: bytes | None) -> None:
+    async def reserve(self, peer: Peer, entry: Entry) -> None:
+        await self._asked(peer, lambda there: there.member.reserve(entry))
+
+    async def stage(self, peer: Peer, entry: Entry, content: Content | None) -> None:
         await self._asked(peer, lambda there: there.member.stage(entry, content))
 
     async def commit(self, peer: Peer, digest: str) -> None:
@@ -218,8 +224,8 @@ class Wire:
 
         return await self._asked(peer, ask)
 
-    async def content(self, peer: Peer, digest: str) -> bytes:
-        async def ask(there: Server) -> bytes:
+    async def content(self, peer: Peer, digest: str) -> Content:
+        async def ask(there: Server) -> Content:
             return there.member.content(digest)
 
         return await self._asked(peer, ask)

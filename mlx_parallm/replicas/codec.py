@@ -38,6 +38,7 @@ from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.replicas import entries
 from mlx_parallm.replicas.entries import Head
 from mlx_parallm.replicas.folder_mark import folder_mark
+from mlx_parallm.replicas.host import Content
 from mlx_parallm.replicas.member import content_digest
 from mlx_parallm.types.errors import ConflictError, InvalidRequestError
 from mlx_parallm.types.request import DEFAULT_VERSION
@@ -47,10 +48,11 @@ PARAM = "entry"
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A change for peers: JSON, and the bytes of a safetensors file."""
+    """A change for peers: JSON, and the bytes of a safetensors file with their SHA-256."""
 
     head: Head
-    content: bytes | None = None
+    content: Content | None = None
+    digest: str | None = None
 
     @property
     def is_labelled(self) -> bool:
@@ -116,7 +118,7 @@ def _encode_adapter(upload: AdapterUpload, model: str) -> Encoded:
         "turned": turned,
         "digest": upload.weights.digest,
     }
-    return Encoded(head, write_file(stored, {}))
+    return _with_content(head, write_file(stored, {}))
 
 
 def _encode_update(update: WeightsUpdate, model: str) -> Encoded:
@@ -129,7 +131,11 @@ def _encode_update(update: WeightsUpdate, model: str) -> Encoded:
         "mark": None if update.folder is None else folder_mark(update.folder),
         "names": sorted(update.tensors or ()),
     }
-    return Encoded(head, write_file(update.tensors, {}) if update.tensors else None)
+    return _with_content(head, write_file(update.tensors, {})) if update.tensors else Encoded(head)
+
+
+def _with_content(head: Head, content: bytes) -> Encoded:
+    return Encoded(head, content, content_digest(content))
 
 
 def _encode_load(load: ModelLoad) -> Head:
@@ -154,7 +160,7 @@ class Folders:
     own: Callable[[str], Path | None]
 
 
-def decode(head: Head, content: bytes | None, folders: Folders) -> ServerChange[Any]:
+def decode(head: Head, content: Content | None, folders: Folders) -> ServerChange[Any]:
     """Return the change of a head and its tensors, for a server with these folders.
 
     It takes as long as ``encode``.
@@ -177,7 +183,7 @@ def decode(head: Head, content: bytes | None, folders: Folders) -> ServerChange[
         ) from problem
 
 
-def _decode_upload(head: Head, content: bytes) -> AdapterUpload:
+def _decode_upload(head: Head, content: Content) -> AdapterUpload:
     tensors = read_safetensors(content, param=PARAM, dtypes=FLOATS)
     for name in head["turned"]:
         tensors[name] = tensors[name].transposed()
@@ -201,7 +207,7 @@ def _layout(value: Mapping[str, Any]) -> AdapterLayout:
     return AdapterLayout(**{**value, **rest, "modules": modules})
 
 
-def _decode_update(head: Head, content: bytes | None, folders: Folders) -> ReplaceWeights:
+def _decode_update(head: Head, content: Content | None, folders: Folders) -> ReplaceWeights:
     update = WeightsUpdate(version=head["version"], expected_version=head["expected_version"])
     if head["folder"] is None:
         body = content or b""
@@ -209,7 +215,8 @@ def _decode_update(head: Head, content: bytes | None, folders: Folders) -> Repla
         if sorted(tensors) != list(head["names"]):
             raise InvalidRequestError("The tensors are others than the change names.", param=PARAM)
         update = replace(update, tensors=tensors)
-        return ReplaceWeights(_text(head, "model"), update, known_digest(body))
+        digest = known_digest(content_digest(body))
+        return ReplaceWeights(_text(head, "model"), update, digest)
     folder = folders.allowed(_text(head, "folder"))
     if folder_mark(folder) != head["mark"]:
         raise ConflictError(f"{folder} has another content here than at the server that was asked.")
@@ -225,11 +232,11 @@ def _base_weights(model: str, folders: Folders) -> ReplaceWeights:
     return ReplaceWeights(model, WeightsUpdate(folder=folder, version=DEFAULT_VERSION))
 
 
-def known_digest(content: bytes) -> Future[str | None]:
+def known_digest(digest: str) -> Future[str | None]:
     """Return the digest of tensors as an update takes it; all servers give them the same one."""
-    digest: Future[str | None] = Future()
-    digest.set_result(content_digest(content))
-    return digest
+    known: Future[str | None] = Future()
+    known.set_result(digest)
+    return known
 
 
 def _decode_load(head: Head) -> ModelLoad:

@@ -22,6 +22,7 @@ from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.replicas.codec import Folders, decode, encode, known_digest
 from mlx_parallm.replicas.entries import Head
 from mlx_parallm.replicas.fan_out import FanOut, Proposal
+from mlx_parallm.replicas.host import Content
 from mlx_parallm.replicas.reached import REACHED
 
 R = TypeVar("R")
@@ -35,7 +36,7 @@ class EngineHost:
         self._control = control
         self._folders = Folders(control.checkpoint_folder, own_folder)
 
-    async def stage(self, head: Head, content: bytes | None) -> Staged[Any]:
+    async def stage(self, head: Head, content: Content | None) -> Staged[Any]:
         """See ``Host``."""
         change = await asyncio.to_thread(decode, head, content, self._folders)
         return await stage(change, self._control)
@@ -97,12 +98,17 @@ class FleetChanges:
         async def stage_here(head: Head) -> Staged[Any]:
             label = head.get("version")
             labelled: ServerChange[Any] = change if label is None else change.labelled(label)
-            if isinstance(labelled, ReplaceWeights) and encoded.content is not None:
-                digest = await asyncio.to_thread(known_digest, encoded.content)
-                labelled = replace(labelled, digest=digest)
+            if isinstance(labelled, ReplaceWeights) and encoded.digest is not None:
+                labelled = replace(labelled, digest=known_digest(encoded.digest))
             return await stage(labelled, self._control)
 
-        proposal = Proposal(encoded.head, encoded.content, encoded.is_labelled, stage_here)
+        proposal = Proposal(
+            head=encoded.head,
+            content=encoded.content,
+            digest=encoded.digest,
+            is_labelled=encoded.is_labelled,
+            stage=stage_here,
+        )
         outcome = await self._fan_out.carry_out(proposal)
         reached = REACHED.get()
         if reached is not None:

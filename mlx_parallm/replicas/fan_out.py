@@ -12,8 +12,8 @@ from typing import Any
 
 from mlx_parallm.replicas.entries import DECIDED_FIRST, Entry, Head
 from mlx_parallm.replicas.fleet import Fleet
-from mlx_parallm.replicas.host import StagedChange
-from mlx_parallm.replicas.member import STALE, StaleChangeError, hashed
+from mlx_parallm.replicas.host import Content, StagedChange
+from mlx_parallm.replicas.member import STALE, StaleChangeError
 from mlx_parallm.replicas.peers import Peer
 from mlx_parallm.replicas.transport import Transport
 from mlx_parallm.types.errors import (
@@ -41,12 +41,14 @@ class Proposal:
     Attributes:
         head: the change; a label is added to one that makes a version and has none.
         content: its tensors.
+        digest: their SHA-256, in hex.
         is_labelled: True if it makes a version.
         stage: stages it at this server.
     """
 
     head: Head
-    content: bytes | None
+    content: Content | None
+    digest: str | None
     is_labelled: bool
     stage: Stage
 
@@ -97,26 +99,24 @@ class FanOut:
         """Return the commit of a change, once it can no longer be refused."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + RETRY_S
-        content = proposal.content
-        digest = None if content is None else await hashed(content)
         while True:
             await self._fleet.look()
             await self._fleet.catch_up()
             try:
-                return await self._attempt(proposal, digest)
+                return await self._attempt(proposal)
             except StaleChangeError as problem:
                 if loop.time() >= until_s:
                     raise ConflictError(f"The fleet is changing: {problem}") from problem
             await asyncio.sleep(PAUSE_S)
 
-    async def _attempt(self, proposal: Proposal, digest: str | None) -> Awaitable[Outcome]:
+    async def _attempt(self, proposal: Proposal) -> Awaitable[Outcome]:
         """Stage a change everywhere, and commit it here, which decides."""
         fleet = self._fleet
         peers = fleet.peers()
         behind = [peer for peer, state in fleet.states.items() if state.digest != self._digest]
         if behind:
             raise StaleChangeError(f"{behind[0]} is not at the state of {fleet.me}.")
-        entry = self._entry(proposal, digest)
+        entry = self._entry(proposal)
         fleet.holding = entry.digest
         try:
             await self._stage_all(proposal, entry, peers)
@@ -137,7 +137,7 @@ class FanOut:
     def _digest(self) -> str:
         return self._fleet.member.state.digest
 
-    def _entry(self, proposal: Proposal, digest: str | None) -> Entry:
+    def _entry(self, proposal: Proposal) -> Entry:
         """Return the change with a number, and a label, that no other one ever had."""
         fleet, member = self._fleet, self._fleet.member
         seen = [state.seen for state in fleet.states.values()]
@@ -147,23 +147,29 @@ class FanOut:
             label = str(number)
             if fleet.excused:
                 # Servers that are not reachable may give this number to another change.
-                text = f"{self._digest} {digest} {me}"
+                text = f"{self._digest} {proposal.digest} {me}"
                 label = f"{number}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
             head = {**head, "version": label}
-        return Entry(number, self._digest, head, digest, me)
+        return Entry(number, self._digest, head, proposal.digest, me)
 
     async def _stage_all(self, proposal: Proposal, entry: Entry, peers: Sequence[Peer]) -> None:
-        """Stage a change everywhere, at the lowest address first, or nowhere."""
-        # The change that is staged there first is first everywhere: no two wait for each other.
-        lowest, *others = peers
+        """Stage a change everywhere, or nowhere."""
         try:
-            await self._stage(proposal, entry, lowest)
-            await _all(self._stage(proposal, entry, peer) for peer in others)
+            # The change that is first at the lowest address is first everywhere, so that no two
+            # wait for each other.
+            await self._reserve(entry, peers[0])
+            await _all(self._stage(proposal, entry, peer) for peer in peers)
         except BaseException as problem:
             await self._drop_all(entry, peers)
             if isinstance(problem, PeerRefusedError):
                 raise await self._refusal(proposal, problem) from problem
             raise
+
+    async def _reserve(self, entry: Entry, peer: Peer) -> None:
+        if peer == self._fleet.me:
+            await self._fleet.member.reserve(entry)
+        else:
+            await self._transport.reserve(peer, entry)
 
     async def _stage(self, proposal: Proposal, entry: Entry, peer: Peer) -> None:
         if peer != self._fleet.me:

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from mlx_parallm.replicas.entries import MIXED, Entry
+from mlx_parallm.replicas.host import Content
 from mlx_parallm.replicas.member import Member, hashed
 from mlx_parallm.replicas.peers import Peer
 from mlx_parallm.replicas.standing import Relation, Standing, View, largest, standing
@@ -110,6 +111,8 @@ class Fleet:
 
     async def look(self) -> None:
         """Ask all peers for their states."""
+        if self.holding is not None:
+            self.member.renew(self.holding)
         async with self._looks:
             listed = await self._listed()
             query = StateQuery(self.member.state.digest, self.holding)
@@ -183,9 +186,10 @@ class Fleet:
     async def catch_up(self) -> None:
         """Commit the staged change if a peer has, or become like the peers that are ahead."""
         staged = self.member.staged
-        if staged is not None and any(
+        is_decided = staged is not None and any(
             state.digest == staged.digest for state in self.states.values()
-        ):
+        )
+        if staged is not None and is_decided and not self.member.is_committing:
             await self._tried(self._commit_staged(staged))
             self._standing = self._stand()
         target = self._standing.target
@@ -212,7 +216,7 @@ class Fleet:
         logger.info("caught up with %s: change %d", peer, number)
         self._standing = self._stand()
 
-    async def _content(self, peer: Peer, entry: Entry) -> bytes | None:
+    async def _content(self, peer: Peer, entry: Entry) -> Content | None:
         """Return the tensors of a change, from this server or from a peer."""
         if entry.content is None:
             return None

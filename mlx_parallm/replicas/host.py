@@ -7,6 +7,9 @@ from typing import Any, Protocol
 
 from mlx_parallm.replicas.entries import Head
 
+#: ``Content``: the tensors of a change, as a safetensors file; it does not change.
+Content = bytes | bytearray
+
 
 class StagedChange(Protocol):
     """A change that is prepared and not served; see ``engine.changes.Staged``."""
@@ -23,7 +26,7 @@ class StagedChange(Protocol):
 class Host(Protocol):
     """Carries out changes at one server."""
 
-    async def stage(self, head: Head, content: bytes | None) -> StagedChange:
+    async def stage(self, head: Head, content: Content | None) -> StagedChange:
         """Return a change once it is staged; raise ParallmError if it cannot be."""
         ...
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mlx_parallm.replicas.entries import Entry, Journal
 from mlx_parallm.replicas.frames import pack_head, pieces
+from mlx_parallm.replicas.host import Content
 from mlx_parallm.replicas.peers import Peer, PeerAnswer, PeerClient
 from mlx_parallm.replicas.transport import PeerState, StateQuery
 from mlx_parallm.types.errors import InvalidRequestError, PeerSilentError
@@ -46,13 +47,20 @@ class HttpTransport:
         answer = await self.client.ask(peer, "GET", path, within_s=STATE_S)
         return PeerState.from_json(peer, answer.json(peer))
 
-    async def stage(self, peer: Peer, entry: Entry, content: bytes | None) -> None:
+    async def reserve(self, peer: Peer, entry: Entry) -> None:
         """See ``Transport``."""
+        await self._send(peer, "reserve", entry, None)
+
+    async def stage(self, peer: Peer, entry: Entry, content: Content | None) -> None:
+        """See ``Transport``."""
+        await self._send(peer, "stage", entry, content)
+
+    async def _send(self, peer: Peer, step: str, entry: Entry, content: Content | None) -> None:
         head = pack_head(entry)
         length = len(head) + len(content or b"")
         headers = {"content-type": "application/octet-stream", "content-length": str(length)}
         await self._ask_long(
-            peer, "POST", f"{PREFIX}/stage", content=pieces(head, content), headers=headers
+            peer, "POST", f"{PREFIX}/{step}", content=pieces(head, content), headers=headers
         )
 
     async def commit(self, peer: Peer, digest: str) -> None:

@@ -20,7 +20,7 @@ from mlx_parallm.replicas.entries import (
     journaled,
     way,
 )
-from mlx_parallm.replicas.host import Host, StagedChange
+from mlx_parallm.replicas.host import Content, Host, StagedChange
 from mlx_parallm.types.errors import ConflictError, InvalidRequestError, NotFoundError, ParallmError
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class _Held:
     Attributes:
         entry: the change.
         content: its tensors.
+        is_staging: True once the host is at it.
         staged: None until it is staged.
         is_committing: True once it can no longer be dropped.
         is_dropped: True if it is to be dropped as soon as it is staged.
@@ -60,7 +61,8 @@ class _Held:
     """
 
     entry: Entry
-    content: bytes | None
+    content: Content | None = None
+    is_staging: bool = False
     staged: StagedChange | None = None
     is_committing: bool = False
     is_dropped: bool = False
@@ -83,7 +85,7 @@ class MemberState:
     number: int = 0
     digest: str = GENESIS
     journal: Journal = ()
-    contents: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    contents: dict[str, Content] = field(default_factory=dict[str, Content])
     seen: int = 0
     ancestors: dict[str, None] = field(default_factory=dict[str, None])
 
@@ -105,7 +107,7 @@ class MemberState:
             self.digest = MIXED
         return steps
 
-    def advance(self, entry: Entry, content: bytes | None) -> None:
+    def advance(self, entry: Entry, content: Content | None) -> None:
         """Note that a change was carried out."""
         if entry.content is not None and content is not None:
             self.contents[entry.content] = content
@@ -145,6 +147,11 @@ class Member:
         return None if self._held is None else self._held.entry
 
     @property
+    def is_committing(self) -> bool:
+        """True if the staged change can no longer be dropped."""
+        return self._held is not None and self._held.is_committing
+
+    @property
     def num_staged_bytes(self) -> int:
         """Return the bytes of the change that is staged."""
         return 0 if self._held is None else len(self._held.content or b"")
@@ -152,7 +159,7 @@ class Member:
     async def stage(
         self,
         entry: Entry,
-        content: bytes | None,
+        content: Content | None,
         staging: Callable[[], Awaitable[StagedChange]] | None = None,
     ) -> None:
         """Stage a change, once the one before it has ended.
@@ -160,7 +167,8 @@ class Member:
         Args:
             entry: the change.
             content: its tensors.
-            staging: stages it at the host; by default the host does so by the entry.
+            staging: stages it at the host, where it came from, so that its tensors are known; by
+                default the host does so by the entry.
 
         Raises:
             StaleChangeError: it follows another state than this server's.
@@ -168,21 +176,17 @@ class Member:
             InvalidRequestError: the tensors are others than the entry names.
             ParallmError: what the host raises.
         """
-        if self.staged is not None and self.staged.digest == entry.digest:
-            self.renew(entry.digest)
+        held = await self._reserved(entry)
+        if held.staged is not None:
             return
-        await _check_content(entry, content)
-        await self._wait_until_free()
-        if entry.parent != self.state.digest or entry.number <= self.state.seen:
-            raise StaleChangeError(
-                f"The change {entry.number} does not follow the state of this server, which is at "
-                f"change {self.state.number} and has heard of {self.state.seen}."
-            )
-        held = self._held = _Held(entry, content)
-        self.state.seen = entry.number
+        if held.is_staging:
+            raise ConflictError("This change is being staged.", code=BUSY)
+        held.is_staging = True
         try:
+            if staging is None:
+                await _check_content(entry, content)
             stage = self.host.stage(entry.head, content) if staging is None else staging()
-            held.staged = await stage
+            held.staged, held.content = await stage, content
         except BaseException:
             self._free(held)
             raise
@@ -190,6 +194,23 @@ class Member:
             await self.drop(entry.digest)
             raise ConflictError("This change was dropped while it was being staged.")
         self.renew(entry.digest)
+
+    async def reserve(self, entry: Entry) -> None:
+        """Let no other change be staged before this one; raise as ``stage`` does."""
+        await self._reserved(entry)
+
+    async def _reserved(self, entry: Entry) -> _Held:
+        if self._held is None or self._held.entry.digest != entry.digest:
+            await self._wait_until_free()
+            if entry.parent != self.state.digest or entry.number <= self.state.seen:
+                raise StaleChangeError(
+                    f"The change {entry.number} does not follow the state of this server, which "
+                    f"is at change {self.state.number} and has heard of {self.state.seen}."
+                )
+            self._held = _Held(entry)
+            self.state.seen = entry.number
+            self.renew(entry.digest)
+        return self._held
 
     async def commit(self, digest: str) -> Any:
         """Carry out the staged change; return its result, or None if that was done before.
@@ -222,8 +243,10 @@ class Member:
         held = self._held
         if held is None or held.entry.digest != digest or held.is_committing:
             return
-        if held.staged is None:
+        if held.is_staging and held.staged is None:
             held.is_dropped = True
+        elif held.staged is None:
+            self._free(held)
         else:
             held.is_committing = True
             try:
@@ -234,7 +257,7 @@ class Member:
     def renew(self, digest: str) -> None:
         """Keep the staged change for as long again, if it is this one."""
         held = self._held
-        if held is None or held.entry.digest != digest or held.staged is None:
+        if held is None or held.entry.digest != digest:
             return
         if held.expires is not None:
             held.expires.cancel()
@@ -263,11 +286,11 @@ class Member:
         if self.staged is not None:
             self._expire(self.staged.digest)
 
-    async def carry_out(self, head: Mapping[str, Any], content: bytes | None) -> None:
+    async def carry_out(self, head: Mapping[str, Any], content: Content | None) -> None:
         """Stage a change at the host and commit it, within ``moving``."""
         await (await self.host.stage(head, content)).commit()
 
-    def content(self, digest: str) -> bytes:
+    def content(self, digest: str) -> Content:
         """Return the tensors of a change of the journal; raise NotFoundError if there are none."""
         content = self.state.contents.get(digest)
         if content is None:
@@ -300,7 +323,7 @@ class Member:
             self._freed.set()
 
 
-async def _check_content(entry: Entry, content: bytes | None) -> None:
+async def _check_content(entry: Entry, content: Content | None) -> None:
     """Raise InvalidRequestError unless the content is that of the entry."""
     if entry.content is None and not content:
         return
@@ -308,14 +331,14 @@ async def _check_content(entry: Entry, content: bytes | None) -> None:
         raise InvalidRequestError("The tensors have another digest than the change says.")
 
 
-async def hashed(content: bytes) -> str:
+async def hashed(content: Content) -> str:
     """Return the ``content_digest`` without holding up the event loop."""
     if len(content) <= INLINE_BYTES:
         return content_digest(content)
     return await asyncio.to_thread(content_digest, content)
 
 
-def content_digest(content: bytes) -> str:
+def content_digest(content: Content) -> str:
     """Return the SHA-256 of the tensors of a change, in hex."""
     return hashlib.sha256(content).hexdigest()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mlx_parallm.replicas.entries import Entry, Journal
+from mlx_parallm.replicas.host import Content
 from mlx_parallm.replicas.peers import Peer
 from mlx_parallm.types.errors import PeerSilentError
 from mlx_parallm.types.json_values import is_object
@@ -75,7 +76,11 @@ class Transport(Protocol):
         """Return the state of a peer."""
         ...
 
-    async def stage(self, peer: Peer, entry: Entry, content: bytes | None) -> None:
+    async def reserve(self, peer: Peer, entry: Entry) -> None:
+        """Have a peer stage no other change before this one."""
+        ...
+
+    async def stage(self, peer: Peer, entry: Entry, content: Content | None) -> None:
         """Have a peer stage a change."""
         ...
 
@@ -91,6 +96,6 @@ class Transport(Protocol):
         """Return a peer's number, digest and journal."""
         ...
 
-    async def content(self, peer: Peer, digest: str) -> bytes:
+    async def content(self, peer: Peer, digest: str) -> Content:
         """Return the tensors of a change of a peer's journal."""
         ...

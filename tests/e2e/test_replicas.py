@@ -129,7 +129,9 @@ def test_peers_are_heard_with_the_key_alone(fleet: ReplicaServers) -> None:
         assert answer.status_code == 409
         assert "0.0.1" in answer.text
     head = {"kind": "update_weights", "model": "m", "folder": None, "names": []}
-    entry = pack_head(Entry(10**6, "", head, "0" * 64, fleet.urls[0]))
+    state = fleet.ask(0, "GET", "/v1/peers/state").json()
+    place = state["seen"] + 1, state["digest"]
+    entry = pack_head(Entry(*place, head, "0" * 64, fleet.urls[0]))
     whole = entry + b"tensors of another digest"
     for body in (b"", b"garbage", b"\xff\xff\xff\xff{}", b"\x02\x00\x00\x00{}", entry[:-9], whole):
         answer = fleet.ask(0, "POST", "/v1/peers/stage", content=body, headers=RAW)

@@ -10,7 +10,7 @@ from mlx_parallm import __version__
 from mlx_parallm.api.http.declared import FORM_BYTES, Access, BodyLimit, Kept
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.replicas.frames import MAX_HEAD_BYTES, unpack
+from mlx_parallm.replicas.frames import MAX_HEAD_BYTES, FrameReader
 from mlx_parallm.replicas.peers import RELEASE_HEADER, other_release
 from mlx_parallm.replicas.transport import StateQuery
 from mlx_parallm.types.errors import ConflictError
@@ -78,7 +78,7 @@ async def peer_journal(replicas: ReplicasDep) -> dict[str, Any]:
 async def read_content(digest: str, replicas: ReplicasDep) -> Response:
     """Return the tensors of a change in the journal, by their SHA-256."""
     part: Replicas = replicas
-    content = part.member.content(digest)
+    content = memoryview(part.member.content(digest))
     return Response(content, media_type=BINARY, headers={RELEASE_HEADER: __version__})
 
 
@@ -86,13 +86,24 @@ async def read_content(digest: str, replicas: ReplicasDep) -> Response:
 async def stage_change(request: Request, replicas: ReplicasDep) -> dict[str, Any]:
     """Check and prepare a change, which is not served before its commit."""
     part: Replicas = replicas
-    body = bytearray()
+    frame = FrameReader()
     async for piece in request.stream():
-        body += piece
-    entry, content = unpack(body)
-    del body
+        frame.feed(piece)
+    entry, content = frame.finish()
     await part.member.stage(entry, content)
     return {"staged": entry.digest}
+
+
+@routes.post("/v1/peers/reserve", body_limit=CHANGE, include_in_schema=False)
+async def reserve_change(request: Request, replicas: ReplicasDep) -> dict[str, Any]:
+    """Let no other change be staged before this one, whose tensors are yet to come."""
+    part: Replicas = replicas
+    frame = FrameReader()
+    async for piece in request.stream():
+        frame.feed(piece)
+    entry, _ = frame.finish()
+    await part.member.reserve(entry)
+    return {"reserved": entry.digest}
 
 
 @routes.post("/v1/peers/commit", include_in_schema=False)

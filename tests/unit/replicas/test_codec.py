@@ -35,7 +35,7 @@ from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.replicas.codec import Folders, decode, encode
 from mlx_parallm.replicas.entries import Entry
 from mlx_parallm.replicas.folder_mark import PIECE_BYTES, PIECES, folder_mark
-from mlx_parallm.replicas.frames import pack_head, unpack
+from mlx_parallm.replicas.frames import FrameReader, pack_head
 from mlx_parallm.types.errors import ConflictError, InvalidRequestError, NotFoundError
 from tests import adapter_files
 
@@ -84,9 +84,24 @@ def sent(change: ServerChange[Any]) -> tuple[dict[str, Any], bytes | None]:
     encoded = encode(change)
     content = None if encoded.content is None else "digest"
     entry = Entry(3, "parent", encoded.head, content, "http://a:1")
-    received, body = unpack(bytearray(pack_head(entry) + (encoded.content or b"")))
+    received, body = unpack(pack_head(entry) + (encoded.content or b""))
     assert received.digest == entry.digest
     return dict(received.head), body
+
+
+def unpack(body: bytes, piece_bytes: int = 7) -> tuple[Entry, Any]:
+    """Return a change that comes in pieces."""
+    frame = FrameReader()
+    for start in range(0, len(body), piece_bytes):
+        frame.feed(body[start : start + piece_bytes])
+    return frame.finish()
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 3, 4, 5, 1000])
+def test_frames_come_in_any_pieces(piece_bytes: int) -> None:
+    entry = Entry(1, "", {"kind": "resume"}, "digest", "http://a:1")
+    received, content = unpack(pack_head(entry) + b"tensors", piece_bytes)
+    assert (received, bytes(content)) == (entry, b"tensors")
 
 
 @pytest.mark.parametrize("change", PLAIN, ids=lambda change: type(change).__name__)

@@ -78,6 +78,18 @@ async def test_a_silent_peer_is_named_and_nothing_changes() -> None:
 
 
 @in_virtual_time
+async def test_a_pause_that_one_cannot_hear_pauses_nobody() -> None:
+    async with fleet() as network:
+        network.kill(network.peers[1])
+        with pytest.raises(PeerSilentError):
+            await network.server(0).change({"kind": "pause", "mode": "keep", "clear_cache": False})
+        network.start(network.peers[1])
+        await asyncio.sleep(3 * POLL_S)
+        check_alike(network)
+        assert not network.server(0).host.is_paused
+
+
+@in_virtual_time
 async def test_changes_at_once_come_one_after_another() -> None:
     async with fleet() as network:
         changes = [
@@ -114,8 +126,8 @@ async def test_a_peer_that_dies_between_stage_and_commit_comes_back_with_the_cha
         network.server(0).host.delay_s = 5.0
         change = network.server(1).run(network.server(1).change(adapter(), b"one"))
         network.server(1).host.delay_s = 2.0
-        # The lowest stages for 5 s, the others for 2 s, and then the coordinator commits for 2 s.
-        await asyncio.sleep(8.0)
+        # The lowest stages for 5 s, the others for less, and then the coordinator commits for 2 s.
+        await asyncio.sleep(6.0)
         network.kill(network.peers[2])
         outcome = await change
         assert outcome.versions[str(network.peers[2])] is None
@@ -213,13 +225,13 @@ async def test_staged_bytes_are_freed_with_what_replaces_them() -> None:
             assert server.member.state.contents == {}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_histories(seed: int) -> None:
     run_virtual(history(random.Random(seed)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12, 312))
+@pytest.mark.parametrize("seed", range(6, 306))
 def test_more_random_histories(seed: int) -> None:
     run_virtual(history(random.Random(seed)))
 
