@@ -5,12 +5,14 @@ It gets two sockets of a server on this machine, or a connection to one on anoth
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Sequence
 
 from mlx_parallm.cli.child_modules import begin
 from mlx_parallm.cli.logs import take_over_handlers
 from mlx_parallm.peers.channel import Channel
+from mlx_parallm.peers.network import tcp_channel
 from mlx_parallm.peers.silence import SILENCE_TIMEOUT_S
 from mlx_parallm.process_setup.device_process import prepare_device_process
 
@@ -19,9 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve over inherited sockets until the server sends stop, or is gone."""
     ends = begin(arguments)
     is_elsewhere = len(ends) == 1
-    channel = Channel(*ends)
-    if is_elsewhere:
-        channel.limit_silence(SILENCE_TIMEOUT_S)
+    channel = channel_over(ends)
     prepare_device_process()
     # These bring MLX.
     from mlx_parallm.peers.engines import serve_engines  # noqa: PLC0415
@@ -35,6 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return serve_engines(
         channel, build_engines, training_beside, worker_for, is_elsewhere=is_elsewhere
     )
+
+
+def channel_over(ends: Sequence[socket.socket]) -> Channel:
+    """Return the channel to the server: by two sockets of this machine, or a connection."""
+    if len(ends) > 1:
+        return Channel(*ends)
+    channel = tcp_channel(ends[0])
+    channel.limit_silence(SILENCE_TIMEOUT_S)
+    return channel
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ import socket
 import subprocess
 import threading
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from mlx_parallm.peers.handshake import Caller, StreamKind
-from mlx_parallm.peers.launch import IGNORED_SIGNALS, launch
+from mlx_parallm.peers.launch import DEATH_TIMEOUT_S, IGNORED_SIGNALS, launch
 from mlx_parallm.peers.network import Acceptor
 
 logger = logging.getLogger(__name__)
@@ -55,12 +55,15 @@ class EngineListener:
         before = self._engines.pop(caller.number, None)
         if before is not None:
             before.kill()
-            before.wait()
-        address = end.getpeername()[0]
+            # One that waits for a device may not die; others are not to wait for it.
+            with suppress(subprocess.TimeoutExpired):
+                before.wait(DEATH_TIMEOUT_S)
         try:
+            # It raises if the caller has hung up meanwhile.
+            address = end.getpeername()[0]
             process, _ = launch(self._command, 0, handed=[end])
         except OSError:
-            logger.exception("an engine for %s cannot be started", address)
+            logger.exception("an engine cannot be started")
             return
         self._engines[caller.number] = process
         logger.info("process %d is an engine for %s", process.pid, address)

@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import socket
+import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from mlx_parallm.cli.engine_process import channel_over
 from mlx_parallm.cli.main import main
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.control import PauseMode
@@ -27,9 +29,10 @@ from mlx_parallm.peers.handshake import (
     Caller,
     StrangerError,
     StreamKind,
+    call,
 )
 from mlx_parallm.peers.life import RemoteLife
-from mlx_parallm.peers.network import MOST_GUESTS, connect
+from mlx_parallm.peers.network import MOST_GUESTS, connect, tcp_channel
 from mlx_parallm.peers.origins import Dialled
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.kinds import ignore_progress
@@ -203,6 +206,31 @@ def test_a_server_that_vanishes_leaves_a_listener_for_the_next(listener: Listene
     engine.stop()
     while listener.engines:
         pass
+
+
+@pytest.mark.slow
+def test_a_caller_that_resets_its_connection_ends_no_listener(listener: Listener) -> None:
+    at_once = struct.pack("ii", 1, 0)
+    for _ in range(8):
+        talk = call(b"", Caller(7, StreamKind.ENGINE))
+        with socket.create_connection(listener.address.pair) as end:
+            end.sendall(next(talk).send)
+            end.sendall(talk.send(end.recv(ANSWER_BYTES, socket.MSG_WAITALL)).send)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+    engine = dialled_engine(listener.address)
+    engine.start()
+    engine.stop()
+
+
+def test_tokens_wait_for_no_acknowledgement() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = socket.create_connection(listening.getsockname())
+        end = listening.accept()[0]
+        channels = channel_over([end]), tcp_channel(server)
+        for each in (end, server):
+            assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        for channel in channels:
+            channel.close()
 
 
 @pytest.mark.parametrize("kind", [StreamKind.LOG, StreamKind.BEATS])
