@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pickle import PickleBuffer
 
 from mlx_parallm.engine.models import EngineState, ServedEngine
 from mlx_parallm.generation.kv_cache.peer.exports import Exports
-from mlx_parallm.types.content import Buffer
 from mlx_parallm.types.errors import NotFoundError
 
 
@@ -23,7 +23,7 @@ def read_filter(state: EngineState, owner: str) -> Future[bytes]:
 
 def read_blocks(
     state: EngineState, owner: str, contents: Sequence[bytes], *, waits: bool = False
-) -> Future[list[Buffer]]:
+) -> Future[list[PickleBuffer]]:
     """Return the leading blocks of a chain that are here; none while the model is paused.
 
     ``waits``: the first one is being computed, and is awaited.
@@ -33,7 +33,7 @@ def read_blocks(
     """
     engine, exports = _exports(state, owner)
     if engine.is_paused:
-        none: Future[list[Buffer]] = Future()
+        none: Future[list[PickleBuffer]] = Future()
         none.set_result([])
         return none
     return exports.ask(contents, waits=waits)

@@ -146,6 +146,25 @@ def test_only_the_admin_key_learns_what_is_cached(first: ServerProcess, method: 
 
 
 @pytest.mark.slow
+def test_engines_in_processes_of_their_own_give_blocks() -> None:
+    proxy = PacedProxy(0)
+    this = start("--kv-serve", "--engine-process", "--kv-peers", proxy.url)
+    other = start("--kv-serve", "--api-server-count", "2", "--kv-peers", this.url)
+    proxy.target = other.port
+    try:
+        for number, (peer, server) in enumerate(((this, other), (other, this))):
+            prompt = prompt_of(40 + number)
+            ask(peer, prompt)
+            wait_for_blocks(server)
+            wait_for_news(peer, server)
+            assert cached(ask(server, prompt)) == NUM_FOUND
+    finally:
+        this.stop()
+        other.stop()
+        proxy.close()
+
+
+@pytest.mark.slow
 def test_a_server_that_serves_no_kv_has_no_such_path(second: ServerProcess) -> None:
     for path in ("filter", "blocks", "prefill"):
         answer = httpx2.post(f"{second.url}/v1/kv/{path}", json={}, headers=ADMIN)

@@ -103,7 +103,8 @@ async def _blocks(
     )
     try:
         async with asyncio.timeout(ASK_S):
-            return await asyncio.wrap_future(engine.ask(question))
+            # Those of another process come as what its channel sent.
+            return [memoryview(each) for each in await asyncio.wrap_future(engine.ask(question))]
     except TimeoutError:
         return ()
 

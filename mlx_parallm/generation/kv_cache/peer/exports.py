@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from pickle import PickleBuffer
 from typing import Protocol
 
 from mlx_parallm.generation.kv_cache.blocks import BlockPool, BlockTable
@@ -35,16 +36,16 @@ class _Question:
     """Blocks that were asked for; what ``answer`` gets is their leading run, at the latest then."""
 
     contents: Sequence[bytes]
-    answer: Future[list[Buffer]]
+    answer: Future[list[PickleBuffer]]
     until_s: float
     waits: bool
     blocks: list[Buffer | None] = field(default_factory=list[Buffer | None])
     reads: list[tuple[int, Fetch]] = field(default_factory=list[tuple[int, Fetch]])
 
     @property
-    def leading(self) -> list[Buffer]:
-        """Return the leading blocks that were read."""
-        return list(_leading(self.blocks))
+    def leading(self) -> list[PickleBuffer]:
+        """Return the leading blocks that were read, uncopied, as other processes can have them."""
+        return [PickleBuffer(block) for block in _leading(self.blocks)]
 
 
 class Places(Protocol):
@@ -139,7 +140,7 @@ class Exports:
             answer.set_exception(problem)
             raise
 
-    def ask(self, contents: Sequence[bytes], *, waits: bool = False) -> Future[list[Buffer]]:
+    def ask(self, contents: Sequence[bytes], *, waits: bool = False) -> Future[list[PickleBuffer]]:
         """Return the leading blocks of a chain, at most ``MAX_BLOCKS``; any thread may call it.
 
         ``waits``: blocks that are not here are being computed; the first of them is awaited. The
