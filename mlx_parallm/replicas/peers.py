@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
-import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from mlx_parallm import __version__
+from mlx_parallm.replicas.names import Lookup, PinnedNames, addresses_of
 from mlx_parallm.types.errors import ConfigError, PeerRefusedError, PeerSilentError
 from mlx_parallm.types.json_values import is_object
 
@@ -33,8 +34,6 @@ RELEASE = re.compile(r"[\w.+-]{1,40}")
 
 #: ``Content``: a body, whole or in pieces; its length is in the headers then.
 Content = bytes | AsyncGenerator[bytes] | None
-#: ``Lookup``: returns the addresses of a host name.
-Lookup = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -123,6 +122,8 @@ def _parts(value: str, flag: str) -> tuple[str, str, int | None]:
     try:
         parts = urlsplit(value)
         port = parts.port
+        # No resolver knows a name with an empty label, or one of more than 63 characters.
+        (parts.hostname or "").encode("idna")
     except ValueError:
         raise _wrong(value, flag) from None
     has_more = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
@@ -144,16 +145,6 @@ def _said(each: Peer | HostName) -> str:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-async def addresses_of(host: str, port: int) -> Sequence[str]:
-    """Return the addresses that the system's resolver has now; none if it does not know a name."""
-    loop = asyncio.get_running_loop()
-    try:
-        rows = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return ()
-    return sorted({str(place[0]) for *_, place in rows})
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,16 +170,26 @@ class PeerAnswer:
 class PeerClient:
     """Asks peers by HTTP: only those that are listed, directly, with the key of the fleet.
 
+    A name is resolved once: an address that it gets later does not get the key.
+
     Attributes:
         key: is sent as a bearer token; None sends none.
         listed: the peers that may be asked; ``PeerList.resolved`` has them now.
         release: that of this server; peers of another one are refused.
+        names: has the addresses of their names.
     """
 
     key: str | None = field(repr=False)
     listed: Sequence[Peer]
     release: str = __version__
+    names: PinnedNames = field(default_factory=PinnedNames)
     _http: httpx2.AsyncClient | None = None
+
+    async def pin(self) -> None:
+        """Resolve the names of all peers that are listed, as far as they are known now."""
+        for peer in self.listed:
+            with contextlib.suppress(PeerSilentError):
+                await self.names.addresses(*_place(peer))
 
     async def ask(
         self,
@@ -222,7 +223,8 @@ class PeerClient:
             async with asyncio.timeout(within_s):
                 return await self._asked(peer, method, path, content, headers or {}, max_bytes)
         except TimeoutError:
-            raise PeerSilentError(f"{peer} did not answer within {within_s:g} s.") from None
+            time = "in time" if within_s is None else f"within {within_s:g} s"
+            raise PeerSilentError(f"{peer} did not answer {time}.") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as problem:
             why = str(problem)[:MAX_SAID_CHARS] or type(problem).__name__
             raise PeerSilentError(f"{peer} does not answer: {why}") from problem
@@ -239,17 +241,40 @@ class PeerClient:
         own = {RELEASE_HEADER: self.release, "accept-encoding": "identity"}
         if self.key is not None:
             own["authorization"] = f"Bearer {self.key}"
-        async with self._client().stream(
+        request = self._client().build_request(
             method, peer.url + path, content=content, headers={**own, **headers}
-        ) as response:
+        )
+        response = await self._send(peer, request)
+        try:
             body = bytearray()
             async for piece in response.aiter_raw():
                 body += piece
                 if len(body) > max_bytes:
                     raise PeerSilentError(f"{peer} answers with more than {max_bytes} bytes.")
-            answer = PeerAnswer(response.status_code, dict(response.headers), bytes(body))
+        finally:
+            await response.aclose()
+        answer = PeerAnswer(response.status_code, dict(response.headers), bytes(body))
         self._check(peer, answer)
         return answer
+
+    async def _send(self, peer: Peer, request: httpx2.Request) -> httpx2.Response:
+        """Send a request to the first address of a peer that can be reached.
+
+        Its header ``host`` and its TLS keep the name.
+        """
+        host, port = _place(peer)
+        problem: Exception | None = None
+        for address in await self.names.addresses(host, port):
+            request.url = request.url.copy_with(host=address)
+            request.extensions["sni_hostname"] = host
+            try:
+                return await self._client().send(request, stream=True)
+            except (httpx2.ConnectError, httpx2.ConnectTimeout) as cannot:
+                # Nothing of the body was sent.
+                problem = cannot
+        await self.names.check(host, port)
+        assert problem is not None, "a name has addresses"
+        raise problem
 
     def _check(self, peer: Peer, answer: PeerAnswer) -> None:
         """Raise PeerRefusedError or PeerSilentError unless the answer is good."""
@@ -285,6 +310,12 @@ class PeerClient:
         http, self._http = self._http, None
         if http is not None:
             await http.aclose()
+
+
+def _place(peer: Peer) -> tuple[str, int]:
+    _, host, port = _parts(peer.url, "")
+    assert port is not None, "peers have ports"
+    return host, port
 
 
 def other_release(who: object, theirs: str, ours: str) -> str:

@@ -99,9 +99,9 @@ def _prefiller(config: KVPeersConfig, owner: str, num_bytes: int) -> Prefiller |
         return None
     from mlx_parallm.generation.kv_cache.peer.http_link import prefill_link  # noqa: PLC0415
 
-    link, close = prefill_link(config.prefill_url, config.key, owner, num_bytes)
+    link, thread = prefill_link(config.prefill_url, config.key, owner, num_bytes)
     return Prefiller(
-        link, close, owner=owner, num_bytes=num_bytes, min_tokens=config.prefill_min_tokens
+        link, thread, owner=owner, num_bytes=num_bytes, min_tokens=config.prefill_min_tokens
     )
 
 

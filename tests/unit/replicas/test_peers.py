@@ -48,6 +48,9 @@ def test_urls_are_normalised_and_sorted() -> None:
         "http://host\n",
         "dns://name",
         "dns://:80",
+        "dns://kv..cluster:8000",
+        "http://kv..cluster:8000",
+        f"dns://{'a' * 64}:8000",
     ],
 )
 def test_bad_addresses_are_refused(value: str) -> None:
@@ -166,6 +169,16 @@ async def test_other_answers_are_refusals(
 async def test_a_slow_answer_ends_in_time() -> None:
     with pytest.raises(PeerSilentError, match=r"within 0\.05 s"):
         await ask(stall, within_s=0.05)
+
+
+async def test_an_answer_without_a_limit_may_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def times_out(*_args: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(PeerClient, "_asked", times_out)
+    peer = parse_peer("http://host:80")
+    with pytest.raises(PeerSilentError, match="did not answer in time"):
+        await PeerClient(None, [peer]).ask(peer, "GET", "/x", within_s=None)
 
 
 async def test_strangers_are_not_asked() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +12,7 @@ from mlx_parallm.generation.kv_cache.peer.filters import FILTER_BYTES
 from mlx_parallm.generation.kv_cache.peer.frames import FRAME_BYTES, HEAD_BYTES
 from mlx_parallm.generation.kv_cache.peer.link import Link, LinkError
 from mlx_parallm.generation.kv_cache.peer.prefill import PrefillLink, Prompt
+from mlx_parallm.generation.kv_cache.peer.thread import PeerThread
 from mlx_parallm.replicas.peers import Peer, PeerClient, parse_peer, parse_peers
 from mlx_parallm.types.errors import PeerRefusedError, PeerSilentError
 
@@ -101,11 +102,12 @@ class HttpLinks:
 
 def prefill_link(
     url: str, key: str | None, owner: str, num_bytes: int
-) -> tuple[HttpLink, Callable[[], Coroutine[Any, Any, None]]]:
-    """Return the link to the server of ``--prefill-peer``, and what closes it."""
+) -> tuple[HttpLink, PeerThread]:
+    """Return the link to the server of ``--prefill-peer``, and the thread that asks it."""
     peer = parse_peer(url, PREFILL_FLAG)
     client = PeerClient(key, (peer,))
-    return HttpLink(client, peer, owner, num_bytes), client.close
+    # Its address is that of the start, whenever the first prompt comes.
+    return HttpLink(client, peer, owner, num_bytes), PeerThread(client.close, client.pin())
 
 
 def _reason(problem: PeerRefusedError) -> str:

@@ -16,7 +16,7 @@ from mlx_parallm.generation.kv_cache.peer.exports import MAX_BLOCKS
 from mlx_parallm.generation.kv_cache.peer.frames import BadFramesError, unpack_frames
 from mlx_parallm.generation.kv_cache.peer.link import LinkError
 from mlx_parallm.generation.kv_cache.peer.peers import LOG_S, PeerFetch
-from mlx_parallm.generation.kv_cache.peer.thread import Close, PeerThread
+from mlx_parallm.generation.kv_cache.peer.thread import PeerThread
 from mlx_parallm.generation.kv_cache.stores import BlockStore, Fetch, StoredBlock, StoreStats
 
 logger = logging.getLogger(__name__)
@@ -100,24 +100,22 @@ class Prefiller:
     def __init__(
         self,
         link: PrefillLink,
-        close: Close,
+        thread: PeerThread,
         *,
         owner: str,
         num_bytes: int,
         min_tokens: int,
         clock: Callable[[], float] = time.monotonic,
-        thread: PeerThread | None = None,
     ) -> None:
-        """Start.
+        """Prepare.
 
         Args:
             link: asks the server.
-            close: ends the link.
+            thread: asks it.
             owner: digest of the model's ``Identity``.
             num_bytes: the size of each block.
             min_tokens: see the attributes.
             clock: returns seconds.
-            thread: asks; None starts one.
         """
         self.min_tokens = min_tokens
         self.used = 0
@@ -128,7 +126,7 @@ class Prefiller:
         self._num_bytes = num_bytes
         self._clock = clock
         self._rests_until_s = self._logged_s = -LOG_S
-        self._thread = thread or PeerThread(close)
+        self._thread = thread
 
     def offer(self, prompt: Prompt) -> BlockStore | None:
         """Return a store that has a prompt's blocks computed; None if they are computed here."""

@@ -104,10 +104,6 @@ class ServerLink(PrefillLink):
         return self.change(frames(list(pairs)))
 
 
-async def no_links() -> None:
-    """Close nothing."""
-
-
 class Decoder(Server):
     """A server whose long prompts a peer computes."""
 
@@ -118,12 +114,11 @@ class Decoder(Server):
         self.thread: Any = thread or NowThread()
         self.prefiller = self.tiers.prefiller = Prefiller(
             link,
-            no_links,
+            self.thread,
             owner=OWNER,
             num_bytes=BLOCK_BYTES,
             min_tokens=min_tokens,
             clock=lambda: self.harness.now_s,
-            thread=self.thread,
         )
 
     def complete(self, prompt: Sequence[int] = PROMPT, **more: Any) -> None:
