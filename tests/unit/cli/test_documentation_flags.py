@@ -46,6 +46,7 @@ OTHER_OPTIONS = {
     "mlx.launch": {"--env", "--nccl-port", "--starting-port"},
     "mlx.distributed_config": {"--auto-setup", "--over"},
     "omlx": {"--hot-cache-max-size"},
+    "sglang-router": {"--disable-retries", "--policy", "--service-discovery"},
     "systemctl": {"--now"},
 }
 FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*[a-z0-9])(?![\w-])")
