@@ -216,6 +216,8 @@ def test_a_caller_that_resets_its_connection_ends_no_listener(listener: Listener
         with socket.create_connection(listener.address.pair) as end:
             end.sendall(next(talk).send)
             end.sendall(talk.send(end.recv(ANSWER_BYTES, socket.MSG_WAITALL)).send)
+            # The listener has welcomed it, and ends the engine before this one.
+            end.recv(1, socket.MSG_PEEK)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
     engine = dialled_engine(listener.address)
     engine.start()
