@@ -35,12 +35,12 @@ from mlx_parallm.engine.changes import (
 from mlx_parallm.engine.kind import ModelLoad
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.policies import AdapterUpload
+from mlx_parallm.models.checkpoints.copies import Copy, check_copy, copy_of
 from mlx_parallm.replicas import entries
 from mlx_parallm.replicas.entries import Head
-from mlx_parallm.replicas.folder_mark import folder_mark
 from mlx_parallm.replicas.host import Content
 from mlx_parallm.replicas.member import content_digest
-from mlx_parallm.types.errors import ConflictError, InvalidRequestError
+from mlx_parallm.types.errors import ConfigError, ConflictError, InvalidRequestError
 from mlx_parallm.types.request import DEFAULT_VERSION
 
 PARAM = "entry"
@@ -128,7 +128,7 @@ def _encode_update(update: WeightsUpdate, model: str) -> Encoded:
         "version": update.version,
         "expected_version": update.expected_version,
         "folder": None if update.folder is None else str(update.folder),
-        "mark": None if update.folder is None else folder_mark(update.folder),
+        "copy": None if update.folder is None else _encode_copy(update.folder),
         "names": sorted(update.tensors or ()),
     }
     return _with_content(head, write_file(update.tensors, {})) if update.tensors else Encoded(head)
@@ -136,6 +136,11 @@ def _encode_update(update: WeightsUpdate, model: str) -> Encoded:
 
 def _with_content(head: Head, content: bytes) -> Encoded:
     return Encoded(head, content, content_digest(content))
+
+
+def _encode_copy(folder: Path) -> Mapping[str, Any] | None:
+    copy = copy_of(str(folder))
+    return None if copy is None else asdict(copy)
 
 
 def _encode_load(load: ModelLoad) -> Head:
@@ -218,8 +223,10 @@ def _decode_update(head: Head, content: Content | None, folders: Folders) -> Rep
         digest = known_digest(content_digest(body))
         return ReplaceWeights(_text(head, "model"), update, digest)
     folder = folders.allowed(_text(head, "folder"))
-    if folder_mark(folder) != head["mark"]:
-        raise ConflictError(f"{folder} has another content here than at the server that was asked.")
+    try:
+        check_copy(replace(Copy(**head["copy"]), path=str(folder)))
+    except ConfigError as problem:
+        raise ConflictError(str(problem)) from None
     return ReplaceWeights(_text(head, "model"), replace(update, folder=folder))
 
 

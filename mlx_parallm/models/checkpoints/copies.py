@@ -19,9 +19,13 @@ WEIGHTS = ".safetensors"
 SUFFIXES = frozenset(
     {WEIGHTS, ".json", ".py", ".model", ".spm", ".tiktoken", ".txt", ".jinja", ".gguf"}
 )
-# SMALL_BYTES: files up to this size are hashed; digests of larger ones are compared if both
-# machines remember them.
+# SMALL_BYTES: files up to this size are hashed. Larger ones are sampled, and their digests are
+# compared if both machines remember them.
 SMALL_BYTES = 32 << 20
+# PIECES, PIECE_BYTES: the sample of a large file, evenly spread: a step of training changes all
+# tensors, though no size.
+PIECES = 64
+PIECE_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +36,13 @@ class Copy:
         path: of its folder or GGUF file, as the settings name it.
         sizes: of the files, in bytes, by their names below the folder.
         digests: SHA-256 of small files, and of others as far as they are remembered.
+        samples: SHA-256 of pieces of large files.
     """
 
     path: str
     sizes: Mapping[str, int]
     digests: Mapping[str, str]
+    samples: Mapping[str, str]
 
 
 def copy_of(path: str) -> Copy | None:
@@ -58,6 +64,7 @@ def copy_of(path: str) -> Copy | None:
         path,
         {name: file.stat().st_size for name, file in files.items()},
         _remembered(folder) | _hashed(files),
+        {name: _sample(file) for name, file in files.items() if not _is_small(file)},
     )
 
 
@@ -78,8 +85,23 @@ def _hashed(files: Mapping[str, Path]) -> dict[str, str]:
     return {
         name: hashlib.sha256(file.read_bytes()).hexdigest()
         for name, file in files.items()
-        if file.stat().st_size <= SMALL_BYTES
+        if _is_small(file)
     }
+
+
+def _is_small(file: Path) -> bool:
+    return file.stat().st_size <= SMALL_BYTES
+
+
+def _sample(path: Path) -> str:
+    """Return the SHA-256 of pieces of a file, its first and its last one included."""
+    digest = hashlib.sha256()
+    last = max(0, path.stat().st_size - PIECE_BYTES)
+    with path.open("rb") as file:
+        for piece in range(PIECES):
+            file.seek(last * piece // (PIECES - 1))
+            digest.update(file.read(PIECE_BYTES))
+    return digest.hexdigest()
 
 
 def check_copy(theirs: Copy) -> None:
@@ -116,6 +138,7 @@ def _differences(ours: Copy, theirs: Copy) -> list[str]:
         f"{name} has other contents than on the server's machine"
         for name in both
         if len({ours.digests.get(name), theirs.digests.get(name)} - {None}) > 1
+        or ours.samples.get(name) != theirs.samples.get(name)
     ]
     return lacking + extra + sizes + contents
 
