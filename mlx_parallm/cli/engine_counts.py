@@ -124,11 +124,15 @@ def candidates(num_gpus: int, num_cores: int, system: str) -> list[int]:
 
 
 def with_count(config: ServerConfig, count: int, num_gpus: int) -> ServerConfig:
-    """Return the settings of a server with so many engines; engines beyond the GPUs share them."""
+    """Return the settings of a server with so many engines; those beyond the GPUs share them."""
     is_shared = 0 < num_gpus < count
     devices = tuple(str(rank % num_gpus) for rank in range(count)) if is_shared else ()
     return replace(
-        config, data_parallel_size=count, data_parallel_devices=devices, log_level="warning"
+        config,
+        data_parallel_size=count,
+        data_parallel_devices=devices,
+        engines=(),
+        log_level="warning",
     )
 
 

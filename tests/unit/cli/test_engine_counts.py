@@ -53,6 +53,11 @@ def test_engines_share_gpus_only_where_there_are_fewer() -> None:
     assert flags_of(with_count(base, 2, 1)) == "--data-parallel-size 2 --data-parallel-devices 0 0"
 
 
+def test_engines_of_other_machines_are_not_measured() -> None:
+    base = ServerConfig(engines=("10.0.0.2:7000",), data_parallel_size=2)
+    assert with_count(base, 2, 0).engines == ()
+
+
 @pytest.mark.parametrize(
     ("rates", "num_measured", "best"),
     [
