@@ -66,6 +66,18 @@ OTHERS: dict[str, Sequence[Any]] = {
 }
 
 
+def test_kinds_of_devices_have_in_common_what_is_not_theirs() -> None:
+    common = IDENTITY.across_devices().digest
+    assert common != IDENTITY.digest
+    for field, values in OTHERS.items():
+        for value in values:
+            other = replace(IDENTITY, **{field: value}).across_devices()
+            is_device = field in ("device", "attention", "choices")
+            assert (other.digest == common) is is_device, field
+    drafted = replace(IDENTITY, choices={**IDENTITY.choices, "draft": ("config", "code")})
+    assert drafted.across_devices().digest != common
+
+
 @given(first=st.tuples(st.sampled_from("ab"), PARTS), other=st.tuples(st.sampled_from("ab"), PARTS))
 def test_digests_are_equal_exactly_when_all_parts_are(
     first: tuple[str, list[str | bytes]], other: tuple[str, list[str | bytes]]
