@@ -107,6 +107,10 @@ class AdapterNames:
             return None
         return NamedAdapter(short, base.names[0], str(source))
 
+    def may_return(self, name: str) -> bool:
+        """True if a request of an adapter loads it again once it was evicted."""
+        return name in self.kept or self._folders.find(name) is not None
+
     def not_found(self, name: str) -> ModelNotFoundError:
         """Return the error for a name that nothing has; it lists what is served."""
         names = self._models.model_names()
@@ -173,6 +177,7 @@ class AdapterControl:
         changes: carries out an operator's changes, perhaps at further servers too.
         names: finds adapters by name, as the engine thread had them after the latest change.
         versions: of the models' weights, by first names.
+        spared: returns adapters of a model that no other one evicts unless a change says so.
         sleep_level: of the latest ``sleep``; 0 while awake.
         announce: is awaited when adapters are kept or forgotten: other processes name them, too.
     """
@@ -188,6 +193,7 @@ class AdapterControl:
         self.announce: Callable[[], Awaitable[None]] = _announce_nothing
         self.names = AdapterNames(door, self._folders)
         self.versions: Mapping[str, WeightsVersion] = {}
+        self.spared: Callable[[str], frozenset[str]] = lambda _model: frozenset()
         # Loads of adapters that are found by name, so that many requests share one.
         self._loading: dict[tuple[str, str], asyncio.Future[AdapterInfo]] = {}
         self._numbers = count()
@@ -340,7 +346,7 @@ class AdapterControl:
         self.check_adapter_name(name, base)
         upload = await self.read_named(name)
         async with self.door.hold(base):
-            info = await self.door.call(EnsureAdapter(upload, base))
+            info = await self.door.call(EnsureAdapter(upload, base, spared=self.spared(base)))
         await self.refresh()
         return info
 

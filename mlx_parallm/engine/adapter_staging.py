@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, Policies
 
 
@@ -35,9 +37,9 @@ class AdapterStaging:
             return False
         return self.policies.store.stage(self._slot, self.upload.content)
 
-    def commit(self, evicted: str | None = None) -> AdapterInfo:
+    def commit(self, evicted: str | None = None, spared: Collection[str] = ()) -> AdapterInfo:
         """Let requests use the adapter; see ``Policies.load``."""
-        return self.policies.load(self.upload, evicted)
+        return self.policies.load(self.upload, evicted, spared)
 
     def drop(self) -> None:
         """Give back the slot; the adapter is forgotten unless it was committed."""

@@ -22,6 +22,7 @@ from mlx_parallm.engine.engine_commands import (
     CommitUpdate,
     DropStagedAdapter,
     DropUpdate,
+    FindRoomForStaged,
     LoadedVersions,
     PrepareUpdate,
     RelabelWeights,
@@ -118,6 +119,10 @@ class ChangedServer(Protocol):
         """Raise InvalidRequestError while memory is released."""
         ...
 
+    def spared(self, model: str, /) -> frozenset[str]:
+        """Return adapters of a model that no other one evicts unless a change says so."""
+        ...
+
     def next_number(self) -> int:
         """Return a number for the commands of one load."""
         ...
@@ -211,10 +216,14 @@ class ChangesHere:
 
 @dataclass(frozen=True, slots=True)
 class LoadAdapter(ServerChange[AdapterInfo]):
-    """Serve an adapter of the model with this first name; see ``Policies.load``."""
+    """Serve an adapter of the model with this first name; see ``Policies.load``.
+
+    ``evicted``: the adapter to evict for it; None leaves that to the engine, if there is no room.
+    """
 
     upload: AdapterUpload
     model: str
+    evicted: str | None = None
 
     def labelled(self, label: str) -> LoadAdapter:
         """See ``ServerChange``."""
@@ -225,13 +234,18 @@ class LoadAdapter(ServerChange[AdapterInfo]):
         control.check_adapter_name(self.upload.name, self.model)
         door, number = control.door, control.next_number()
         begin = BeginAdapter(number, self.upload, self.model, takes_slot=not control.sleep_level)
+        spared = control.spared(self.model)
         async with door.hold(self.model):
             try:
                 has_more = await door.call(begin)
                 while has_more:
                     has_more = await door.call(StageAdapterPart(number))
+                if spared:
+                    # Where several servers stage it, one without room refuses before any commits.
+                    await door.call(FindRoomForStaged(number, self.evicted, spared))
                 yield None
-                info, versions = await door.call(CommitAdapter(number))
+                commit = CommitAdapter(number, self.evicted, control.spared(self.model))
+                info, versions = await door.call(commit)
             except BaseException:
                 # With several engines, some may have prepared the adapter.
                 await door.call(DropStagedAdapter(number))

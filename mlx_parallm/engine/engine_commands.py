@@ -127,16 +127,22 @@ def _choose_evicted(results: Sequence[Evictable]) -> str | None:
     return min(sorted(common), key=lambda name: max(names.index(name) for names in lists))
 
 
+def first_evictable(result: Evictable | str) -> str | None:
+    """Return which adapter an answer to ``FindRoom`` names first; None if there is room."""
+    return result if result is None or isinstance(result, str) else result[0]
+
+
 @dataclass(frozen=True, slots=True)
 class FindRoom(LeavesNothing, EngineCommand[Evictable], JoinsResults):
     """Return what can be evicted for an adapter of a model; raise as ``Policies.load`` does."""
 
     name: str
     model: str
+    spared: frozenset[str] = frozenset()
 
     def __call__(self, loop: LoopState) -> Evictable:
         """Apply the command."""
-        return policies_of(loop, self.model).evictable_for(self.name)
+        return policies_of(loop, self.model).evictable_for(self.name, self.spared)
 
     @override
     def together(self, results: Sequence[Evictable]) -> str | None:
@@ -145,14 +151,24 @@ class FindRoom(LeavesNothing, EngineCommand[Evictable], JoinsResults):
 
 @dataclass(frozen=True, slots=True)
 class FindRoomForStaged(LeavesNothing, EngineCommand[Evictable], JoinsResults):
-    """Return what can be evicted for a prepared adapter; raise as ``Policies.load`` does."""
+    """Return what can be evicted for a prepared adapter; raise as ``Policies.load`` does.
+
+    Attributes:
+        number: of its ``BeginAdapter``.
+        evicted: what is to be evicted if it is loaded.
+        spared: what is not.
+    """
 
     number: int
+    evicted: str | None = None
+    spared: frozenset[str] = frozenset()
 
     def __call__(self, loop: LoopState) -> Evictable:
         """Apply the command."""
         staging = loop.stagings[self.number]
-        return staging.policies.evictable_for(staging.upload.name)
+        if self.evicted is not None and staging.policies.has(self.evicted):
+            return [self.evicted]
+        return staging.policies.evictable_for(staging.upload.name, self.spared)
 
     @override
     def together(self, results: Sequence[Evictable]) -> str | None:
@@ -167,15 +183,17 @@ class CommitAdapter(Change, EngineCommand[tuple[AdapterInfo, LoadedVersions]], N
 
     Attributes:
         number: of its ``BeginAdapter``.
-        evicted: the adapter to evict for it, if there is no room; None lets the engine choose.
+        evicted: the adapter to evict for it; None lets the engine choose if there is no room.
+        spared: adapters that the engine does not choose.
     """
 
     number: int
     evicted: str | None = None
+    spared: frozenset[str] = frozenset()
 
     @override
     def inquiry(self) -> FindRoomForStaged:
-        return FindRoomForStaged(self.number)
+        return FindRoomForStaged(self.number, self.evicted, self.spared)
 
     @override
     def decided(self, decision: str | None) -> CommitAdapter:
@@ -185,7 +203,7 @@ class CommitAdapter(Change, EngineCommand[tuple[AdapterInfo, LoadedVersions]], N
         """Apply the command."""
         staging = loop.stagings[self.number]
         check_owner(loop, staging.upload.name, staging.policies.model)
-        info = staging.commit(self.evicted)
+        info = staging.commit(self.evicted, self.spared)
         DropStagedAdapter(self.number)(loop)
         return info, ListVersions()(loop)
 
@@ -222,15 +240,17 @@ class EnsureAdapter(Change, EngineCommand[AdapterInfo], NeedsDecision):
         upload: the adapter.
         model: the first name of its model.
         evicted: see ``CommitAdapter``.
+        spared: likewise.
     """
 
     upload: AdapterUpload
     model: str
     evicted: str | None = None
+    spared: frozenset[str] = frozenset()
 
     @override
     def inquiry(self) -> FindRoom:
-        return FindRoom(self.upload.name, self.model)
+        return FindRoom(self.upload.name, self.model, self.spared)
 
     @override
     def decided(self, decision: str | None) -> EnsureAdapter:
@@ -239,7 +259,7 @@ class EnsureAdapter(Change, EngineCommand[AdapterInfo], NeedsDecision):
     def __call__(self, loop: LoopState) -> AdapterInfo:
         """Apply the command."""
         check_owner(loop, self.upload.name, self.model)
-        return policies_of(loop, self.model).ensure(self.upload, self.evicted)
+        return policies_of(loop, self.model).ensure(self.upload, self.evicted, self.spared)
 
     @override
     def noted(self, journal: StateJournal, result: AdapterInfo) -> None:

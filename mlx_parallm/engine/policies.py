@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
@@ -253,6 +253,10 @@ class Policies:
         policy.used = next(self._clock)
         return policy.weights
 
+    def has(self, name: str) -> bool:
+        """True if an adapter of this name is loaded."""
+        return name in self._policies
+
     def head_of(self, name: str) -> AdapterHead | None:
         """Return the head that a loaded adapter brings."""
         return self._policies[name].info.head
@@ -266,11 +270,17 @@ class Policies:
         known = dict(self._policies)
         return {name for name, each in known.items() if self.users.num_running(each.info.digest)}
 
-    def load(self, upload: AdapterUpload, evicted: str | None = None) -> AdapterInfo:
+    def load(
+        self,
+        upload: AdapterUpload,
+        evicted: str | None = None,
+        spared: Collection[str] = (),
+    ) -> AdapterInfo:
         """Serve an adapter; a version that it replaces serves up to the next step.
 
-        ``evicted`` is evicted if there is no room, even if requests use it: those that were
-        admitted go on. None evicts the adapter that was used least recently and is idle.
+        ``evicted`` is evicted for a new adapter, even if requests use it: those that were admitted
+        go on. If it is not loaded, or None, and there is no room, the adapter that was used least
+        recently, is idle and is not ``spared`` is evicted.
 
         Raises:
             VersionMismatchError: another version is there than was expected.
@@ -282,7 +292,7 @@ class Policies:
         is_pinned = upload.is_pinned
         if is_pinned is None:
             is_pinned = known is not None and known.info.is_pinned
-        replaced = self._find_room(evicted) if known is None else None
+        replaced = self._find_room(evicted, spared) if known is None else None
         head = self.store.add(upload.content, upload.weights)
         policy = self._put(upload, known, is_pinned, head)
         # The other adapter is evicted last, when nothing can fail; its tensors may be the same.
@@ -312,19 +322,21 @@ class Policies:
         self._leaving.add(content)
         self.forget_unused()
 
-    def ensure(self, upload: AdapterUpload, evicted: str | None = None) -> AdapterInfo:
+    def ensure(
+        self, upload: AdapterUpload, evicted: str | None = None, spared: Collection[str] = ()
+    ) -> AdapterInfo:
         """Return the adapter of this name, and load it if there is none; see ``load``."""
         known = self._policies.get(upload.name)
-        return self.load(upload, evicted) if known is None else self._info(known)
+        return self.load(upload, evicted, spared) if known is None else self._info(known)
 
-    def evictable_for(self, name: str) -> Sequence[str] | None:
+    def evictable_for(self, name: str, spared: Collection[str] = ()) -> Sequence[str] | None:
         """Return what can be evicted for an adapter, the least recently used first.
 
         None: there is room, or an adapter of this name. Raises as ``load`` does.
         """
         if name in self._policies or len(self._policies) < self.max_loaded:
             return None
-        idle = sorted(self._idle(), key=lambda policy: policy.used)
+        idle = sorted(self._idle(spared), key=lambda policy: policy.used)
         return [policy.info.name for policy in idle]
 
     def unload(self, name: str) -> AdapterInfo:
@@ -438,20 +450,22 @@ class Policies:
                 param="adapter",
             )
 
-    def _find_room(self, evicted: str | None) -> str | None:
+    def _find_room(self, evicted: str | None, spared: Collection[str]) -> str | None:
         """Return the adapter to evict for one more; None if there is room."""
-        if len(self._policies) < self.max_loaded:
-            return None
         if evicted in self._policies:
             return evicted
-        return min(self._idle(), key=lambda policy: policy.used).info.name
+        if len(self._policies) < self.max_loaded:
+            return None
+        return min(self._idle(spared), key=lambda policy: policy.used).info.name
 
-    def _idle(self) -> list[_Policy]:
+    def _idle(self, spared: Collection[str]) -> list[_Policy]:
         """Return the adapters that no request uses and that can come back; at least one."""
         movable = [
             policy
             for policy in self._policies.values()
-            if policy.info.source is not None and not policy.info.is_pinned
+            if policy.info.source is not None
+            and not policy.info.is_pinned
+            and policy.info.name not in spared
         ]
         idle = [policy for policy in movable if not self.users.uses(policy.info.digest)]
         if movable and not idle:

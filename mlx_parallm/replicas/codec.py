@@ -63,8 +63,8 @@ class Encoded:
 def encode(change: ServerChange[Any]) -> Encoded:
     """Return a change for peers. It takes long if the change has tensors, or a folder."""
     match change:
-        case LoadAdapter(upload, model):
-            return _encode_adapter(upload, model)
+        case LoadAdapter(upload, model, evicted):
+            return _encode_adapter(upload, model, evicted)
         case ReplaceWeights(model, update):
             return _encode_update(update, model)
         case LoadModel(load):
@@ -97,7 +97,7 @@ def _encode_plain(change: ServerChange[Any]) -> Head:
             raise NotImplementedError(type(change).__name__)
 
 
-def _encode_adapter(upload: AdapterUpload, model: str) -> Encoded:
+def _encode_adapter(upload: AdapterUpload, model: str, evicted: str | None) -> Encoded:
     layout, tensors = split_adapter(upload.weights)
     turned = [name for name, tensor in tensors.items() if tensor.is_turned]
     # The order of the numbers in memory is part of an adapter's identity.
@@ -113,6 +113,7 @@ def _encode_adapter(upload: AdapterUpload, model: str) -> Encoded:
         "expected_version": upload.expected_version,
         "replaces": upload.replaces,
         "is_pinned": upload.is_pinned,
+        "evicted": evicted,
         "source": upload.source,
         "layout": asdict(layout),
         "turned": turned,
@@ -180,7 +181,8 @@ def decode(head: Head, content: Content | None, folders: Folders) -> ServerChang
         if head["kind"] == entries.BASE_WEIGHTS:
             return _base_weights(_text(head, "model"), folders)
         if head["kind"] == entries.LOAD_ADAPTER:
-            return LoadAdapter(_decode_upload(head, content or b""), _text(head, "model"))
+            upload = _decode_upload(head, content or b"")
+            return LoadAdapter(upload, _text(head, "model"), head["evicted"])
         return _PLAIN[head["kind"]](head)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise InvalidRequestError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -24,6 +25,7 @@ from mlx_parallm.replicas.entries import Head
 from mlx_parallm.replicas.fan_out import FanOut, Proposal
 from mlx_parallm.replicas.host import Content
 from mlx_parallm.replicas.reached import REACHED
+from mlx_parallm.replicas.room import AdapterRoom
 
 R = TypeVar("R")
 MAX_DIGITS = 15
@@ -67,8 +69,9 @@ def _is_number(label: str) -> bool:
 class FleetChanges:
     """Carries out an operator's changes at all servers of a fleet. Implements ``Changes``."""
 
-    def __init__(self, control: EngineControl, fan_out: FanOut) -> None:
+    def __init__(self, control: EngineControl, fan_out: FanOut, room: AdapterRoom) -> None:
         self._control = control
+        self._room = room
         self._here = ChangesHere(control)
         self._fan_out = fan_out
         # Adapters that the device makes, which no other server can have.
@@ -98,6 +101,8 @@ class FleetChanges:
         async def stage_here(head: Head) -> Staged[Any]:
             label = head.get("version")
             labelled: ServerChange[Any] = change if label is None else change.labelled(label)
+            if isinstance(labelled, LoadAdapter):
+                labelled = replace(labelled, evicted=head["evicted"])
             if isinstance(labelled, ReplaceWeights) and encoded.digest is not None:
                 labelled = replace(labelled, digest=known_digest(encoded.digest))
             return await stage(labelled, self._control)
@@ -108,6 +113,7 @@ class FleetChanges:
             digest=encoded.digest,
             is_labelled=encoded.is_labelled,
             stage=stage_here,
+            decide=partial(self._room.decide, change),
         )
         outcome = await self._fan_out.carry_out(proposal)
         reached = REACHED.get()

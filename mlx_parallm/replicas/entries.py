@@ -113,7 +113,7 @@ def supersedes(new: Head, old: Head) -> bool:
     """True if an earlier change leaves nothing once a later one is carried out."""
     kind, before = new["kind"], old["kind"]
     if kind in _ADAPTERS:
-        return before in _ADAPTERS and new["name"] == old["name"]
+        return before in _ADAPTERS and old["name"] in (new["name"], new.get("evicted"))
     if kind in _WEIGHTS:
         return before in _WEIGHTS and new["model"] == old["model"] and _covers(new, old)
     if kind in (PAUSE, RESUME):

@@ -32,6 +32,12 @@ PRECONDITION_FAILED = 412
 
 #: ``Stage``: stages a change at this server.
 Stage = Callable[[Head], Awaitable[StagedChange]]
+#: ``Decide``: returns a change with what this server decides for all of them.
+Decide = Callable[[Head], Awaitable[Head]]
+
+
+async def _as_it_is(head: Head) -> Head:
+    return head
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,7 @@ class Proposal:
         digest: their SHA-256, in hex.
         is_labelled: True if it makes a version.
         stage: stages it at this server.
+        decide: completes the change, once it is clear which ones are before it.
     """
 
     head: Head
@@ -51,6 +58,7 @@ class Proposal:
     digest: str | None
     is_labelled: bool
     stage: Stage
+    decide: Decide = _as_it_is
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +124,7 @@ class FanOut:
         behind = [peer for peer, state in fleet.states.items() if state.digest != self._digest]
         if behind:
             raise StaleChangeError(f"{behind[0]} is not at the state of {fleet.me}.")
-        entry = self._entry(proposal)
+        entry = self._entry(proposal, await proposal.decide(proposal.head))
         fleet.holding = entry.digest
         try:
             await self._stage_all(proposal, entry, peers)
@@ -137,12 +145,12 @@ class FanOut:
     def _digest(self) -> str:
         return self._fleet.member.state.digest
 
-    def _entry(self, proposal: Proposal) -> Entry:
+    def _entry(self, proposal: Proposal, head: Head) -> Entry:
         """Return the change with a number, and a label, that no other one ever had."""
         fleet, member = self._fleet, self._fleet.member
         seen = [state.seen for state in fleet.states.values()]
         number = max(member.state.seen, member.host.largest_label(), *seen, 0) + 1
-        head, me = proposal.head, str(fleet.me)
+        me = str(fleet.me)
         if proposal.is_labelled and head.get("version") is None:
             label = str(number)
             if fleet.excused:
@@ -162,7 +170,7 @@ class FanOut:
         except BaseException as problem:
             await self._drop_all(entry, peers)
             if isinstance(problem, PeerRefusedError):
-                raise await self._refusal(proposal, problem) from problem
+                raise await self._refusal(proposal, entry.head, problem) from problem
             raise
 
     async def _reserve(self, entry: Entry, peer: Peer) -> None:
@@ -178,14 +186,16 @@ class FanOut:
         member = self._fleet.member
         await member.stage(entry, proposal.content, lambda: proposal.stage(entry.head))
 
-    async def _refusal(self, proposal: Proposal, problem: PeerRefusedError) -> ParallmError:
+    async def _refusal(
+        self, proposal: Proposal, head: Head, problem: PeerRefusedError
+    ) -> ParallmError:
         """Return what to raise for a peer's refusal: this server's own, if it refuses likewise."""
         if problem.code == STALE:
             return StaleChangeError(str(problem))
         if problem.status == PRECONDITION_FAILED:
             return VersionMismatchError(str(problem), param="expected_version")
         try:
-            staged = await proposal.stage(proposal.head)
+            staged = await proposal.stage(head)
         except ParallmError as own:
             return own
         await staged.drop()

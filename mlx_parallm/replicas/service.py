@@ -15,6 +15,7 @@ from mlx_parallm.replicas.fleet import Fleet
 from mlx_parallm.replicas.http_transport import PREFIX, HttpTransport
 from mlx_parallm.replicas.member import Member
 from mlx_parallm.replicas.peers import Peer, PeerClient, PeerList
+from mlx_parallm.replicas.room import AdapterRoom
 from mlx_parallm.types.errors import ParallmError
 
 # APPLY_S: time that a peer gets to become like the others because an operator said so.
@@ -57,7 +58,9 @@ class Replicas:
         transport = HttpTransport(self._client, max_bytes, self._is_alive)
         self.fleet = Fleet(self.member, transport, self._listed, me=me)
         control.on_forgotten = self.member.forget
-        control.changes = FleetChanges(control, FanOut(self.fleet))
+        control.changes = FleetChanges(
+            control, FanOut(self.fleet), AdapterRoom(control, self.member)
+        )
         self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:

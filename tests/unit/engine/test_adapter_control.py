@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from mlx_parallm.config import AdapterConfig, EngineConfig, ModelConfig
 from mlx_parallm.engine.adapter_control import AdapterNames
 from mlx_parallm.engine.adapter_folders import AdapterFolders
+from mlx_parallm.engine.changes import LoadAdapter, stage
 from mlx_parallm.engine.commands import EngineCommand, EngineDoor, LoopState
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.control_metrics import ControlMetrics
@@ -212,6 +213,31 @@ async def test_a_kept_adapter_waits_for_room(
     await control.unload_adapter("own-0")
     await control.ensure_loaded("ft:m:a:1", "m")
     assert list(control.unloaded()) == []
+
+
+async def test_spared_adapters_are_evicted_by_a_change_that_names_them_alone(
+    control: EngineControl,
+) -> None:
+    limit = EngineConfig().adapters.max_loaded
+    names = [f"own-{number}" for number in range(limit)]
+    for number, name in enumerate(names):
+        await control.load_adapter(adapter(name, f"digest-{number}", None), model="m")
+    control.spared = lambda _: frozenset(names)
+    more = adapter("more", "digest-more", None)
+    with pytest.raises(InvalidRequestError, match=str(limit)):
+        await stage(LoadAdapter(more, "m"), control)
+    with pytest.raises(InvalidRequestError, match=str(limit)):
+        await control.ensure_loaded("found", "m")
+    # One that is not there makes no room.
+    with pytest.raises(InvalidRequestError, match=str(limit)):
+        await stage(LoadAdapter(more, "m", evicted="other"), control)
+    await control.here.apply(LoadAdapter(more, "m", evicted="own-3"))
+    assert {info.name for info in control.adapters()} == {"more", *names} - {"own-3"}
+    # It is evicted where there is room, too: servers that change together have the same.
+    await control.unload_adapter("own-1")
+    last = adapter("last", "digest-last", None)
+    await control.here.apply(LoadAdapter(last, "m", evicted="own-2"))
+    assert "own-2" not in {info.name for info in control.adapters()}
 
 
 async def test_a_kept_adapter_of_no_model_is_not_listed(

@@ -9,6 +9,7 @@ import pytest
 from mlx_parallm.replicas.entries import Entry, Head, Journal, journaled, way
 
 LOAD: Head = {"kind": "load_adapter", "name": "a", "model": "m", "version": "1"}
+INSTEAD: Head = {**LOAD, "name": "b", "evicted": "a"}
 UNLOAD: Head = {"kind": "unload_adapter", "name": "a"}
 FOLDER: Head = {
     "kind": "update_weights",
@@ -53,6 +54,8 @@ def journal(*heads: Head, start: int = 1) -> Journal:
         ([LOAD, UNLOAD], []),
         ([UNLOAD], [UNLOAD]),
         ([LOAD, UNLOAD, LOAD], [LOAD]),
+        ([LOAD, INSTEAD], [INSTEAD]),
+        ([LOAD, INSTEAD, {**LOAD, "evicted": "b"}], [{**LOAD, "evicted": "b"}]),
         ([FOLDER, tensors("x"), FOLDER], [FOLDER]),
         ([tensors("x"), tensors("y"), tensors("x", "z")], [tensors("y"), tensors("x", "z")]),
         ([tensors("x"), LABEL, tensors("x")], [tensors("x")]),
