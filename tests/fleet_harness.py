@@ -369,7 +369,7 @@ class FakeFleet:
 
     make_life: Callable[[FakeLife], Any] = staticmethod(lambda life: life)
 
-    def __init__(self, num_engines: int) -> None:
+    def __init__(self, num_engines: int, *, outlives_engines: bool = False) -> None:
         self.lives = [FakeLife() for _ in range(num_engines)]
         self.events: list[Event] = []
         self.ended = threading.Event()
@@ -380,6 +380,7 @@ class FakeFleet:
             self.events.extend,
             self.ended.set,
             restart_delay_s=lambda _: 0.0,
+            outlives_engines=outlives_engines,
         )
         self.dispatcher = self.fleet._dispatcher
         self.fleet.start()

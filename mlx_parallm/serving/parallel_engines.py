@@ -70,7 +70,7 @@ def parallel_life(
         ask=ask,
         seed=config.seed,
         read_free_bytes=free,
-        compares_folders=bool(addresses),
+        are_elsewhere=bool(addresses),
     )
 
 

@@ -149,6 +149,14 @@ class Dispatcher:
                 self._place_again(name, has_begun=placed is not None and placed.has_begun)
         self.release()
 
+    def lose_all(self, rank: int) -> None:
+        """End every request: the dead engine was the last one."""
+        self._router.on_death(rank)
+        self._suspects.take_left(rank)
+        error = RequestLostError("The engine that had this request died, and no other serves.")
+        for request in list(self._open.values()):
+            self._fail(request, error)
+
     def _withdraw(self, rank: int, left: Mapping[str, int | None]) -> dict[str, bool]:
         """Take back from other engines what was moved to them just before a death.
 

@@ -37,6 +37,8 @@ from mlx_parallm.units import readable_bytes
 
 logger = logging.getLogger(__name__)
 
+NONE_SERVES = "No engine is reachable; they are dialled again and again."
+
 
 class Fleet:
     """Engines that serve the same models. Its methods may be called on any thread.
@@ -54,6 +56,8 @@ class Fleet:
         restart_delay_s: Callable[[int], float] | None = None,
         read_free_bytes: Callable[[], int | None] = lambda: None,
         seed: int = 0,
+        *,
+        outlives_engines: bool = False,
     ) -> None:
         """Prepare; nothing is started yet.
 
@@ -66,7 +70,10 @@ class Fleet:
                 they do not share memory, or it is not known.
             restart_delay_s: returns the seconds to wait after so many earlier deaths in a row.
             seed: draws the seeds of requests without one.
+            outlives_engines: True to go on when the last engine has died, and refuse everything
+                until one has been started anew: a network may be down for a moment.
         """
+        self._outlives_engines = outlives_engines
         self._restart_delay_s = restart_delay_s or delay_after
         self._read_free_bytes = read_free_bytes
         self._members = [Member(life) for life in lives]
@@ -142,6 +149,11 @@ class Fleet:
         if self._cause is not None:
             raise self._cause
 
+    @property
+    def _serves(self) -> bool:
+        """True if an engine serves."""
+        return any(member.is_serving for member in self._members)
+
     def readiness(self) -> list[Readiness]:
         """Return whether each engine gets requests."""
         with self._lock:
@@ -164,10 +176,12 @@ class Fleet:
             if self._cause is not None:
                 # The event loop ends all requests once it has been notified.
                 return
-            if command.upload is not None:
+            if not self._serves:
+                command.reply(EngineDeadError(NONE_SERVES))
+            elif command.upload is not None:
                 self._load_adapter_of(command, command.upload)
-                return
-            self._dispatcher.submit(command)
+            else:
+                self._dispatcher.submit(command)
 
     def _load_adapter_of(self, command: Submit, upload: AdapterUpload) -> None:
         """Submit a request once all engines have its adapter, not only the one that gets it."""
@@ -207,6 +221,8 @@ class Fleet:
             waiting = any(member.has_loaded and not member.is_serving for member in self._members)
             if waiting or self._is_deciding:
                 self._held.append(command)
+            elif not self._serves:
+                command.reply(EngineDeadError(NONE_SERVES))
             elif isinstance(command.action, NeedsDecision):
                 self._is_deciding = True
                 reply = partial(self._decided, command, command.action)
@@ -305,7 +321,7 @@ class Fleet:
             member.life.clear()
             if self._is_stopping.is_set():
                 return False
-            if not self.is_started or not any(other.is_serving for other in self._members):
+            if not self.is_started or not (self._serves or self._outlives_engines):
                 self._cause = self._cause or cause
                 self._starts.put(None)
                 self._on_end()
@@ -331,7 +347,10 @@ class Fleet:
 
     def _hand_over(self, rank: int, *, was_killed: bool) -> None:
         """Let other engines have what a dead one had; see ``Dispatcher.hand_over``."""
-        self._dispatcher.hand_over(rank, was_killed=was_killed)
+        if self._serves:
+            self._dispatcher.hand_over(rank, was_killed=was_killed)
+        else:
+            self._dispatcher.lose_all(rank)
         for gathering in list(self._gatherings):
             gathering.drop(rank)
             self._end_if_complete(gathering)

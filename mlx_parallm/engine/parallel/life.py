@@ -35,7 +35,7 @@ class ParallelLife(EngineLife):
     """Implements ``EngineLife`` by the lives of several engines.
 
     An engine that dies is started anew while the others serve. If all are dead at the same time,
-    this life has ended too.
+    this life has ended too, unless some are on other machines: then it waits for the first of them.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ParallelLife(EngineLife):
         ask: SharedAsk | None = None,
         seed: int = 0,
         read_free_bytes: Callable[[], int | None] = lambda: None,
-        compares_folders: bool = False,
+        are_elsewhere: bool = False,
     ) -> None:
         """Prepare; nothing is started yet.
 
@@ -56,10 +56,10 @@ class ParallelLife(EngineLife):
             ask: asks any of these engines; None makes one.
             seed: draws the seeds of requests without one.
             read_free_bytes: see ``Fleet``.
-            compares_folders: engines on other machines take weights from folders only if these are
-                as on this machine.
+            are_elsewhere: True if engines are on other machines: these take weights from folders
+                only if they are as on this machine, and all may be cut off for a moment.
         """
-        self._compares_folders = compares_folders
+        self._are_elsewhere = are_elsewhere
         self._read_free_bytes = read_free_bytes
         self._seed = seed
         self._lives = lives
@@ -85,7 +85,7 @@ class ParallelLife(EngineLife):
         elif isinstance(command, Abort):
             fleet.abort(command)
         else:
-            fleet.call(compared(command) if self._compares_folders else command)
+            fleet.call(compared(command) if self._are_elsewhere else command)
 
     @override
     def clear(self) -> None:
@@ -100,6 +100,7 @@ class ParallelLife(EngineLife):
             self._has_ended.set,
             seed=self._seed,
             read_free_bytes=self._read_free_bytes,
+            outlives_engines=self._are_elsewhere,
         )
         fleet.start()
         try:

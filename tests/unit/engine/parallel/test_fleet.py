@@ -14,24 +14,25 @@ import pytest
 from mlx_parallm.engine.engine_commands import (
     CommitUpdate,
     EnsureAdapter,
+    ListVersions,
     RelabelWeights,
     UnloadAdapter,
 )
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.status import Readiness
-from mlx_parallm.types.errors import ConflictError, ParallmError
+from mlx_parallm.types.errors import ConflictError, EngineDeadError, ParallmError, RequestLostError
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
 from mlx_parallm.types.nets import NetRequest, SequenceUse
 from mlx_parallm.types.work import RequestWork
-from tests.fleet_harness import MAX_LOADED, Answer, Death, Die, FakeFleet
+from tests.fleet_harness import MAX_LOADED, PATIENCE_S, Answer, Death, Die, FakeFleet
 from tests.version_harness import BAD_DIGEST, adapter
 
 NUM_HISTORIES = 200
 
 
 @contextmanager
-def fleet_of(num_engines: int) -> Iterator[FakeFleet]:
-    fleet = FakeFleet(num_engines)
+def fleet_of(num_engines: int, *, outlives_engines: bool = False) -> Iterator[FakeFleet]:
+    fleet = FakeFleet(num_engines, outlives_engines=outlives_engines)
     try:
         yield fleet
     finally:
@@ -199,6 +200,37 @@ def test_requests_without_a_token_move_from_a_dead_engine_and_the_others_end() -
         assert sorted(answered) == sorted({str(number) for number in range(10)} - begun)
         assert not fleet.router.placements
         assert not fleet.dispatcher._open
+
+
+def test_engines_of_other_machines_may_all_be_lost_for_a_while() -> None:
+    with fleet_of(2, outlives_engines=True) as fleet:
+        assert fleet.prepare(tensors(a="new"))
+        fleet.commit()
+        before = fleet.states()
+        for number in range(4):
+            assert fleet.submit(str(number)) is None
+        fleet.leave_dead(0)
+        fleet.leave_dead(1)
+        assert fleet.lives[0].num_lives == 2
+        lost = [event for event in fleet.events if isinstance(event, ErrorEvent)]
+        assert sorted(event.request_id for event in lost) == ["0", "1", "2", "3"]
+        assert {type(event.error) for event in lost} == {RequestLostError}
+        assert isinstance(fleet.submit("meanwhile"), EngineDeadError)
+        assert isinstance(fleet.call(ListVersions()), EngineDeadError)
+        assert not fleet.ended.is_set()
+        assert not fleet.router.placements
+        fleet.revive(1)
+        assert fleet.submit("later") is None
+        fleet.revive(0)
+        assert fleet.states() == before
+
+
+def test_engines_of_this_machine_end_with_the_last_one() -> None:
+    with fleet_of(2) as fleet:
+        fleet.leave_dead(0)
+        fleet.order(1, Die())
+        assert fleet.ended.wait(PATIENCE_S)
+        fleet.lives[0].may_load.set()
 
 
 def sequence(request_id: str, name: str, *, is_start: bool = False) -> NetRequest:
