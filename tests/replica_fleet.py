@@ -8,11 +8,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from mlx_parallm.replicas.entries import BASE_WEIGHTS, DECIDED_FIRST, Entry, Head, Journal
+from mlx_parallm.replicas.entries import BASE_WEIGHTS, DECIDED_FIRST, Entry, Head
 from mlx_parallm.replicas.fan_out import FanOut, Outcome, Proposal
 from mlx_parallm.replicas.fleet import Fleet
 from mlx_parallm.replicas.host import Content
 from mlx_parallm.replicas.member import Member, content_digest
+from mlx_parallm.replicas.past import Past
 from mlx_parallm.replicas.peers import Peer
 from mlx_parallm.replicas.transport import PeerState, StateQuery
 from mlx_parallm.types.errors import (
@@ -217,10 +218,9 @@ class Wire:
     async def drop(self, peer: Peer, digest: str) -> None:
         await self._asked(peer, lambda there: there.member.drop(digest))
 
-    async def journal(self, peer: Peer) -> tuple[int, str, Journal]:
-        async def ask(there: Server) -> tuple[int, str, Journal]:
-            state = there.member.state
-            return state.number, state.digest, state.journal
+    async def past(self, peer: Peer) -> Past:
+        async def ask(there: Server) -> Past:
+            return there.member.state.past
 
         return await self._asked(peer, ask)
 

@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from mlx_parallm.replicas.entries import MIXED, Entry
 from mlx_parallm.replicas.host import Content
-from mlx_parallm.replicas.member import Member, hashed
+from mlx_parallm.replicas.member import Member, MemberState, hashed
+from mlx_parallm.replicas.past import Past
 from mlx_parallm.replicas.peers import Peer
 from mlx_parallm.replicas.standing import Relation, Standing, View, largest, standing
 from mlx_parallm.replicas.transport import PeerState, StateQuery, Transport
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 # POLL_S: seconds between two looks at the peers.
 POLL_S = 1.0
+# MAX_LOOKS: questions in a row to peers while this server's state changes.
+MAX_LOOKS = 5
 # LOG_S: seconds between two log lines about the same peer.
 LOG_S = 60.0
 # ALIVE_S: a peer that has not answered for this time counts as silent in what may take long.
@@ -68,6 +71,7 @@ class Fleet:
         self.is_draining = False
         self._listed = listed
         self._standing = Standing(NOT_LOOKED)
+        self._asked = self.member.state.digest
         self._failure: ParallmError | None = None
         self._logged: dict[str, float] = {}
         self._looks = asyncio.Lock()
@@ -110,15 +114,27 @@ class Fleet:
             await asyncio.sleep(POLL_S)
 
     async def look(self) -> None:
-        """Ask all peers for their states."""
+        """Ask all peers for their states, and again if this server's has changed meanwhile."""
+        async with self._looks:
+            for _ in range(MAX_LOOKS):
+                await self._ask_all()
+                if self._asked == self.member.state.digest:
+                    break
+        self._standing = self._stand()
+
+    async def _ask_all(self) -> None:
         if self.holding is not None:
             self.member.renew(self.holding)
-        async with self._looks:
-            listed = await self._listed()
-            query = StateQuery(self.member.state.digest, self.holding)
-            peers = [peer for peer in listed if peer != self.me]
-            questions = (self.transport.state(peer, query) for peer in peers)
-            answers = await asyncio.gather(*questions, return_exceptions=True)
+        listed = await self._listed()
+        query = StateQuery(self.member.state.digest, self.holding)
+        peers = [peer for peer in listed if peer != self.me]
+        questions = (self.transport.state(peer, query) for peer in peers)
+        answers = await asyncio.gather(*questions, return_exceptions=True)
+        self._note(peers, answers)
+        self._asked = query.digest
+
+    def _note(self, peers: Sequence[Peer], answers: Sequence[PeerState | BaseException]) -> None:
+        """Note what the peers answered."""
         states: dict[Peer, PeerState] = {}
         problems: dict[Peer, ParallmError] = {}
         instances = {self.instance}
@@ -138,7 +154,6 @@ class Fleet:
         self._answered_s |= dict.fromkeys(states, asyncio.get_running_loop().time())
         self.excused &= problems.keys()
         self._find_own_address()
-        self._standing = self._stand()
 
     def is_alive(self, peer: Peer) -> bool:
         """True if a peer has answered lately."""
@@ -157,6 +172,8 @@ class Fleet:
             self.me = Peer(min(names)) if names else None
 
     def _stand(self) -> Standing:
+        if self._asked != self.member.state.digest:
+            return self._standing
         me, views = self.me or Peer(""), self.views()
         if self.member.state.is_mixed and not any(
             view.relation is Relation.AHEAD for view in views.values()
@@ -175,6 +192,9 @@ class Fleet:
         mine = self.member.state
         if state.digest == mine.digest:
             return Relation.SAME
+        if self._asked != mine.digest:
+            # Its answer was about an earlier state of this server.
+            return Relation.UNKNOWN
         if state.digest == MIXED:
             return Relation.BEHIND
         if mine.is_mixed:
@@ -191,7 +211,7 @@ class Fleet:
         )
         if staged is not None and is_decided and not self.member.is_committing:
             await self._tried(self._commit_staged(staged))
-            self._standing = self._stand()
+            await self.look()
         target = self._standing.target
         if target is not None and self.member.staged is None:
             await self._tried(self.become(target))
@@ -200,21 +220,28 @@ class Fleet:
         await self.member.commit(staged.digest)
         await self.member.host.settle()
 
-    async def become(self, peer: Peer) -> None:
-        """Bring this server to the state of a peer; raise ParallmError if a step fails."""
-        number, digest, journal = await self.transport.journal(peer)
+    async def become(self, peer: Peer, *, over: str | None = None) -> None:
+        """Bring this server to the state of a peer that has all of its changes.
+
+        ``over``: the state of this server that an operator gives up for that of the peer.
+
+        Raises:
+            ParallmError: a step fails.
+        """
+        past = await self.transport.past(peer)
         async with self.member.moving() as state:
-            seen = max(entry.number for entry in journal) if journal else 0
-            state.seen = max(state.seen, number, seen)
-            for step in state.leave(journal):
+            if not _is_ahead(past, state, over):
+                return
+            state.seen = max(state.seen, past.number, *(entry.number for entry in past.journal))
+            for step in state.leave(past.journal):
                 content = None if step.entry is None else await self._content(peer, step.entry)
                 await self.member.carry_out(step.head, content)
                 if step.entry is not None and content is not None:
                     state.contents[step.entry.content or ""] = content
-            state.move(number, digest, journal)
+            state.move(past)
         await self.member.host.settle()
-        logger.info("caught up with %s: change %d", peer, number)
-        self._standing = self._stand()
+        logger.info("caught up with %s: change %d", peer, past.number)
+        await self.look()
 
     async def _content(self, peer: Peer, entry: Entry) -> Content | None:
         """Return the tensors of a change, from this server or from a peer."""
@@ -271,12 +298,13 @@ class Fleet:
         """
         await self.look()
         await self.catch_up()
+        over = self.member.state.digest
         if force:
             self.excused |= self.problems.keys()
         views = self.views()
         forked = {peer: view for peer, view in views.items() if view.relation is Relation.FORKED}
         if forked and not self._standing.is_ready:
-            await self.become(largest(forked)[0])
+            await self.become(largest(forked)[0], over=over)
 
     def _log(self, key: str, message: str, *args: object) -> None:
         """Log a line, unless there was one about this key within the last minute."""
@@ -284,6 +312,13 @@ class Fleet:
         if now_s - self._logged.get(key, -LOG_S) >= LOG_S:
             self._logged[key] = now_s
             logger.warning(message, *args)
+
+
+def _is_ahead(past: Past, state: MemberState, over: str | None) -> bool:
+    """True if a server may still become like a peer; either may have changed meanwhile."""
+    if past.digest in (MIXED, state.digest) or state.knows(past.digest):
+        return False
+    return state.is_mixed or past.knows(state.digest) or state.digest == over
 
 
 def _without(problem: ParallmError) -> PeerSilentError:

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mlx_parallm.replicas.entries import Entry, Journal
+from mlx_parallm.replicas.entries import Entry
 from mlx_parallm.replicas.frames import pack_head, pieces
 from mlx_parallm.replicas.host import Content
+from mlx_parallm.replicas.past import Past
 from mlx_parallm.replicas.peers import Peer, PeerAnswer, PeerClient
 from mlx_parallm.replicas.transport import PeerState, StateQuery
 from mlx_parallm.types.errors import InvalidRequestError, PeerSilentError
-from mlx_parallm.types.json_values import is_list
 
 # STATE_S: time that a peer has to say how it is; it takes longer only if it is in trouble.
 STATE_S = 3.0
@@ -71,15 +71,11 @@ class HttpTransport:
         """See ``Transport``."""
         await self.client.ask(peer, "POST", f"{PREFIX}/drop?digest={digest}", within_s=STATE_S)
 
-    async def journal(self, peer: Peer) -> tuple[int, str, Journal]:
+    async def past(self, peer: Peer) -> Past:
         """See ``Transport``."""
         answer = await self.client.ask(peer, "GET", f"{PREFIX}/journal", within_s=10 * STATE_S)
-        value = answer.json(peer)
-        number, digest, journal = value.get("number"), value.get("digest"), value.get("journal")
-        if not (isinstance(number, int) and isinstance(digest, str) and is_list(journal)):
-            raise PeerSilentError(f"{peer} does not answer as a server of a fleet.")
         try:
-            return number, digest, tuple(map(Entry.from_json, journal))
+            return Past.from_json(answer.json(peer))
         except InvalidRequestError:
             raise PeerSilentError(f"{peer} has a journal that cannot be read.") from None
 

@@ -21,6 +21,7 @@ from mlx_parallm.replicas.entries import (
     way,
 )
 from mlx_parallm.replicas.host import Content, Host, StagedChange
+from mlx_parallm.replicas.past import Past
 from mlx_parallm.types.errors import ConflictError, InvalidRequestError, NotFoundError, ParallmError
 
 logger = logging.getLogger(__name__)
@@ -111,18 +112,24 @@ class MemberState:
         """Note that a change was carried out."""
         if entry.content is not None and content is not None:
             self.contents[entry.content] = content
-        self.move(entry.number, entry.digest, journaled(self.journal, entry))
+        self.move(Past(entry.number, entry.digest, journaled(self.journal, entry)))
 
-    def move(self, number: int, digest: str, journal: Journal) -> None:
+    @property
+    def past(self) -> Past:
+        """Return all of it but the tensors, for a server that is to become like this one."""
+        return Past(self.number, self.digest, self.journal, tuple(self.ancestors))
+
+    def move(self, target: Past) -> None:
         """Note that this server is in another state now."""
         if not self.is_mixed:
             self.ancestors[self.digest] = None
+        self.ancestors |= dict.fromkeys(target.ancestors)
         while len(self.ancestors) > MAX_ANCESTORS:
             del self.ancestors[next(iter(self.ancestors))]
-        self.ancestors.pop(digest, None)
-        self.number, self.digest, self.journal = number, digest, journal
-        self.seen = max(self.seen, number)
-        needed = {entry.content for entry in journal}
+        self.ancestors.pop(target.digest, None)
+        self.number, self.digest, self.journal = target.number, target.digest, target.journal
+        self.seen = max(self.seen, target.number)
+        needed = {entry.content for entry in target.journal}
         self.contents = {key: body for key, body in self.contents.items() if key in needed}
 
 

@@ -18,12 +18,14 @@ class Relation(Enum):
         BEHIND: it had some of them, and no others.
         AHEAD: it had the same, and more.
         FORKED: each had changes that the other lacks.
+        UNKNOWN: it has not answered yet to what this server's state is now.
     """
 
     SAME = "same"
     BEHIND = "behind"
     AHEAD = "ahead"
     FORKED = "forked"
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ def standing(me: Peer, number: int, views: Mapping[Peer, View]) -> Standing:
     if not forked:
         return Standing()
     theirs = largest(forked)
-    ours = [me, *(peer for peer in views if peer not in forked)]
+    # Servers that are behind both count for neither: each half would count them as its own.
+    ours = [me, *(peer for peer, view in views.items() if view.relation is Relation.SAME)]
     if (-len(ours), min(ours)) < (-len(theirs), min(theirs)):
         return Standing()
     return Standing(

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mlx_parallm.replicas.entries import Entry, Journal
+from mlx_parallm.replicas.entries import Entry
 from mlx_parallm.replicas.host import Content
+from mlx_parallm.replicas.past import Past
 from mlx_parallm.replicas.peers import Peer
 from mlx_parallm.types.errors import PeerSilentError
 from mlx_parallm.types.json_values import is_object
@@ -92,8 +93,8 @@ class Transport(Protocol):
         """Have a peer drop the change that it has staged."""
         ...
 
-    async def journal(self, peer: Peer) -> tuple[int, str, Journal]:
-        """Return a peer's number, digest and journal."""
+    async def past(self, peer: Peer) -> Past:
+        """Return a peer's changes."""
         ...
 
     async def content(self, peer: Peer, digest: str) -> Content:

@@ -69,9 +69,7 @@ async def peer_state(
 async def peer_journal(replicas: ReplicasDep) -> dict[str, Any]:
     """Return the changes that a fresh server needs to be like this one."""
     part: Replicas = replicas
-    state = part.member.state
-    journal = [entry.to_json() for entry in state.journal]
-    return {"number": state.number, "digest": state.digest, "journal": journal}
+    return part.member.state.past.to_json()
 
 
 @routes.get("/v1/contents/{digest}", response_class=Response, include_in_schema=False)

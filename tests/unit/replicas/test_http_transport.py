@@ -12,6 +12,7 @@ import pytest
 from mlx_parallm import __version__
 from mlx_parallm.replicas.entries import Entry
 from mlx_parallm.replicas.http_transport import HttpTransport
+from mlx_parallm.replicas.past import Past
 from mlx_parallm.replicas.peers import RELEASE_HEADER, Peer, PeerClient, parse_peer
 from mlx_parallm.replicas.transport import StateQuery
 from mlx_parallm.types.errors import ParallmError, PeerRefusedError, PeerSilentError
@@ -31,7 +32,7 @@ STATE = {
 Ask = Callable[[HttpTransport, Peer], Awaitable[Any]]
 QUESTIONS: dict[str, Ask] = {
     "state": lambda transport, peer: transport.state(peer, StateQuery("", "holding")),
-    "journal": lambda transport, peer: transport.journal(peer),
+    "journal": lambda transport, peer: transport.past(peer),
     "stage": lambda transport, peer: transport.stage(peer, ENTRY, b"tensors"),
     "commit": lambda transport, peer: transport.commit(peer, "digest"),
     "drop": lambda transport, peer: transport.drop(peer, "digest"),
@@ -94,9 +95,9 @@ async def test_other_answers_are_refusals(
 async def test_good_answers_are_read() -> None:
     state = await answered(QUESTIONS["state"], good(json.dumps(STATE).encode()))
     assert (state.number, state.digest) == (1, "d")
-    journal = {"number": 1, "digest": "d", "journal": [ENTRY.to_json()]}
-    answer = await answered(QUESTIONS["journal"], good(json.dumps(journal).encode()))
-    assert answer == (1, "d", (ENTRY,))
+    past = Past(1, "d", (ENTRY,), ["c"])
+    answer = await answered(QUESTIONS["journal"], good(json.dumps(past.to_json()).encode()))
+    assert answer == past
     assert await answered(QUESTIONS["content"], good(b"tensors")) == b"tensors"
 
 
@@ -110,7 +111,16 @@ async def test_states_with_wrong_fields_are_no_states(name: str) -> None:
 
 @pytest.mark.parametrize("journal", [None, 3, [3], [{}], [{**ENTRY.to_json(), "head": {}}]])
 async def test_journals_that_cannot_be_read_are_refused(journal: object) -> None:
-    body = json.dumps({"number": 1, "digest": "d", "journal": journal}).encode()
+    past = Past(1, "d", (), []).to_json()
+    body = json.dumps({**past, "journal": journal}).encode()
+    with pytest.raises(PeerSilentError):
+        await answered(QUESTIONS["journal"], good(body))
+
+
+@pytest.mark.parametrize("ancestors", [None, 3, "ab", [3], [None], {}])
+async def test_ancestors_that_cannot_be_read_are_refused(ancestors: object) -> None:
+    past = Past(1, "d", (ENTRY,), []).to_json()
+    body = json.dumps({**past, "ancestors": ancestors}).encode()
     with pytest.raises(PeerSilentError):
         await answered(QUESTIONS["journal"], good(body))
 
