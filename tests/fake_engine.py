@@ -155,6 +155,9 @@ class FakeStream:
 class FakeDirectory:
     """In place of ``ModelDirectory``: its models stay in memory for ever."""
 
+    def own_folder(self, name: str) -> None:
+        del name
+
     async def watch(self) -> None:
         pass
 
