@@ -13,8 +13,12 @@ from mlx_parallm.types.content import Buffer
 # FETCH_BYTES: most bytes of chains in host memory, which are read or wait for their sequence to
 # start; one chain may be larger.
 FETCH_BYTES = 2 << 30
-# LONGEST_READ_S: seconds after which a read is given up, however long computing takes.
+# LONGEST_READ_S: seconds after which a read is given up, however long computing takes, unless it
+# gives parts.
 LONGEST_READ_S = 10.0
+# SILENT_S: seconds without a further part after which a read that gives parts is given up if it is
+# unknown how long computing takes.
+SILENT_S = 4.0
 # RETRY_S: seconds after which reading is tried again if it was slower than computing.
 RETRY_S = 30.0
 # MOST_RETRY_S: most seconds: the time doubles while reading stays slower than computing.
@@ -59,6 +63,9 @@ class ChainFetch:
         asked_s: when it was asked for.
         begin_s: when reading was begun.
         done_s: when it was seen to be read; None before.
+        came_s: when the latest parts came, of a read that gives parts.
+        num_came: blocks that have come.
+        num_latest: how many of them came last.
         is_dropped: True if the stores were cleared meanwhile: nothing of it may be used.
         is_taken: True once its sequence runs.
         num_chances: plans of steps that began while it was awaited no longer.
@@ -72,6 +79,9 @@ class ChainFetch:
     asked_s: float = 0.0
     begin_s: float = 0.0
     done_s: float | None = None
+    came_s: float = -math.inf
+    num_came: int = 0
+    num_latest: int = 0
     is_dropped: bool = False
     is_taken: bool = False
     num_chances: int = 0
@@ -102,8 +112,8 @@ class ChainFetch:
 
     @property
     def gives_parts(self) -> bool:
-        """True if what has come of it is of use when it is given up."""
-        return self.state is None and all(run.store.gives_parts for run in self.runs)
+        """True if what has come of its last blocks is of use when it is given up."""
+        return self.state is None and any(run.store.gives_parts for run in self.runs)
 
     @property
     def contents(self) -> list[bytes]:
@@ -122,11 +132,18 @@ class ChainFetch:
         """The time at which it is given up.
 
         Chains may be read one after the other, so one that was not begun has as long as computing
-        takes if that is long.
+        takes if that is long. One that gives parts has as long in any case, and longer while they
+        come faster than they are computed.
         """
         if not self.reads:
             return self.asked_s + max(LONGEST_READ_S, self.compute_s or 0.0)
-        return self.begin_s + min(LONGEST_READ_S, self.compute_s or LONGEST_READ_S)
+        if not self.gives_parts:
+            return self.begin_s + min(LONGEST_READ_S, self.compute_s or LONGEST_READ_S)
+        if self.compute_s is None:
+            silent_s = max(self.begin_s, self.came_s) + SILENT_S
+            return min(self.begin_s + LONGEST_READ_S, silent_s)
+        latest_s = self.came_s + self.compute_s * self.num_latest / self.num_blocks
+        return max(self.begin_s + self.compute_s, latest_s)
 
     def is_awaited(self, position: int) -> bool:
         """See ``Arrival``: it is neither read nor late."""
@@ -140,9 +157,14 @@ class ChainFetch:
         self.note_done()
 
     def note_done(self) -> None:
-        """Note the time if it has just been read; any thread may call it."""
-        if self.done_s is None and self.is_done:
+        """Note the time if it, or a part of it, has just been read; any thread may call it."""
+        if self.done_s is not None:
+            return
+        if self.is_done:
             self.done_s = self.clock()
+        elif self.gives_parts and (num_new := len(self.result()) - self.num_came):
+            self.num_latest, self.came_s = num_new, self.clock()
+            self.num_came += num_new
 
     def result(self) -> list[tuple[Buffer, str]]:
         """Return the leading blocks that could be read, with their tiers.
@@ -317,7 +339,7 @@ class FetchQueue:
         self._begin_next()
 
     def note_done(self) -> None:
-        """Note when reads were done; a store's thread calls it."""
+        """Note when reads were done, or parts of them; a store's thread calls it."""
         for fetch in tuple(self._held):
             fetch.note_done()
 

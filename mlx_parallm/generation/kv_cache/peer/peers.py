@@ -105,7 +105,7 @@ class Peers:
             num_bytes: the size of each block.
             uid: that of this server, which is not asked; empty if it answers no peers.
             clock: returns seconds.
-            wake: is called when a fetch is done.
+            wake: is called when a fetch is done, or has a further part.
         """
         self._links = links
         self._owner = owner
@@ -208,7 +208,9 @@ class Peers:
                 peer.open[fetch] = self._clock()
                 answer = await task
                 begun.popleft()
-                if self._add(answer, piece, fetch) < len(piece):
+                count = self._add(answer, piece, fetch)
+                self.wake()
+                if count < len(piece):
                     self._lose(peer, "missing", len(contents) - len(fetch.blocks))
                     return
         finally:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from mlx_parallm.generation.kv_cache.peer.exports import MAX_BLOCKS
+from mlx_parallm.generation.kv_cache.peer.exports import ANSWER_S, MAX_BLOCKS
 from mlx_parallm.generation.kv_cache.peer.frames import BadFramesError, unpack_frames
 from mlx_parallm.generation.kv_cache.peer.link import LinkError
 from mlx_parallm.generation.kv_cache.peer.peers import LOG_S, PeerFetch
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 TIER = "prefill"
 # REST_S: seconds in which a peer is not asked again after it was of no use.
 REST_S = 5.0
+# LATE_S: an answer without blocks that took so long says that none of them is computed yet.
+LATE_S = ANSWER_S / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,7 @@ class Prefiller:
         min_tokens: fewer are computed here.
         used: see ``PrefillStats``.
         declined: likewise.
-        wake: is called when a prompt is there.
+        wake: is called when a prompt, or a part of it, is there.
     """
 
     def __init__(
@@ -171,6 +173,7 @@ class Prefiller:
         blocks = fetch.blocks
         while len(blocks) < len(contents):
             piece = contents[len(blocks) : len(blocks) + MAX_BLOCKS]
+            asked_s = self._clock()
             reading = asyncio.ensure_future(self._link.await_blocks(piece))
             try:
                 await asyncio.wait({reading, computing}, return_when=asyncio.FIRST_COMPLETED)
@@ -182,7 +185,10 @@ class Prefiller:
                 reading.cancel()
             before = len(blocks)
             blocks.extend(unpack_frames(answer, self._owner, piece, self._num_bytes))
-            if len(blocks) == before:
+            self.wake()
+            # An answer without blocks is late if the peer still computes the first of them.
+            is_late = self._clock() - asked_s >= LATE_S and not computing.done()
+            if len(blocks) == before and not is_late:
                 self._decline("missing", "it has not computed what it was asked for")
                 return
 

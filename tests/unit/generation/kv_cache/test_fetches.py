@@ -10,6 +10,7 @@ from mlx_parallm.generation.kv_cache import fetches
 from mlx_parallm.generation.kv_cache.fetches import (
     LONGEST_READ_S,
     RETRY_S,
+    SILENT_S,
     ChainFetch,
     FetchQueue,
     Run,
@@ -157,6 +158,63 @@ def test_no_read_takes_longer_than_a_bound(desk: Desk) -> None:
     desk.now_s = LONGEST_READ_S
     assert not unknown.is_awaited(0)
     assert not slow.is_awaited(0)
+
+
+class Parts:
+    """A read of 40 blocks of a store that gives parts."""
+
+    def __init__(self, desk: Desk, compute_s: float | None) -> None:
+        self.desk = desk
+        if compute_s is not None:
+            desk.queue.computing.observe(40 * SIZE, compute_s)
+        desk.store.gives_parts = True
+        self.fetch = desk.begun(40)
+        (self.read,) = desk.store.fetches
+        self.all, self.read.blocks = self.read.blocks, []
+        self.fetch.num_came = 0
+
+    def come(self, num_blocks: int) -> None:
+        self.read.blocks = self.all[: len(self.read.blocks) + num_blocks]
+        self.desk.queue.note_done()
+
+    def is_awaited_at(self, now_s: float) -> bool:
+        self.desk.now_s = now_s
+        return self.fetch.is_awaited(0)
+
+
+def test_parts_are_awaited_as_long_as_computing_takes(desk: Desk) -> None:
+    parts = Parts(desk, 40.0)
+    assert parts.is_awaited_at(39.9)
+    assert not parts.is_awaited_at(40.0)
+
+
+def test_parts_that_come_faster_than_they_are_computed_are_awaited(desk: Desk) -> None:
+    parts = Parts(desk, 40.0)
+    for now_s in (39.0, 42.0, 45.0):
+        assert parts.is_awaited_at(now_s)
+        parts.come(4)
+    assert parts.is_awaited_at(48.9)
+    assert desk.queue.due_in_s == pytest.approx(0.1)
+    assert not parts.is_awaited_at(49.0)
+    assert len(desk.queue.take(parts.fetch)) == 12
+
+
+def test_parts_that_come_slowly_are_not_awaited(desk: Desk) -> None:
+    parts = Parts(desk, 40.0)
+    for now_s in range(2, 40, 2):
+        assert parts.is_awaited_at(now_s)
+        parts.come(1)
+    assert not parts.is_awaited_at(40.0)
+
+
+def test_without_a_measurement_parts_are_awaited_while_they_come(desk: Desk) -> None:
+    parts = Parts(desk, None)
+    assert parts.is_awaited_at(SILENT_S - 0.1)
+    parts.come(1)
+    assert parts.is_awaited_at(2 * SILENT_S - 0.2)
+    assert not parts.is_awaited_at(2 * SILENT_S)
+    parts.come(1)
+    assert not parts.is_awaited_at(LONGEST_READ_S)
 
 
 def test_a_read_slower_than_computing_is_not_begun_until_it_is_tried_again(desk: Desk) -> None:

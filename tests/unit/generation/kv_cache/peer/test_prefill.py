@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mlx_parallm.generation.kv_cache.peer.exports import ANSWER_S
 from mlx_parallm.generation.kv_cache.peer.link import LinkError
 from mlx_parallm.generation.kv_cache.peer.peers import PeerFetch
 from mlx_parallm.generation.kv_cache.peer.prefill import REST_S, Prefiller, PrefillLink, Prompt
@@ -251,6 +252,37 @@ def test_what_has_come_of_a_late_prompt_is_used(peer: Server) -> None:
     decoder.complete(OTHER)
     assert len(thread.fetches) == 1
     assert decoder.prefiller.declined == {"slow": 1}
+
+
+@dataclass
+class QueuedLink(ServerLink):
+    """A peer that computes other prompts before."""
+
+    turn: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def prefill(self, prompt: Prompt) -> None:
+        await self.turn.wait()
+        await super().prefill(prompt)
+
+    async def await_blocks(self, contents: Sequence[bytes]) -> bytes:
+        self.num_answers += 1
+        self.fault(self.num_answers)
+        if self.num_answers < 4:
+            return frames([])
+        self.turn.set()
+        return await super().await_blocks(contents)
+
+
+@pytest.mark.parametrize("answer_s", [ANSWER_S, 0.0])
+def test_a_peer_that_has_no_block_in_time_is_asked_again(peer: Server, answer_s: float) -> None:
+    def pass_time(number: int) -> None:
+        decoder.harness.now_s += answer_s if number < 4 else 0.0
+
+    decoder = Decoder(QueuedLink(peer, pass_time))
+    decoder.tiers.fetches.computing.observe(1, 1.0)
+    decoder.complete(max_tokens=3)
+    assert decoder.prefiller.declined == ({} if answer_s else {"missing": 1})
+    assert num_filled(decoder.harness) == (NUM_FOUND if answer_s else 0)
 
 
 def test_a_peer_that_takes_longer_than_computing_is_declined(peer: Server) -> None:
