@@ -11,4 +11,4 @@ exec python3 -m sglang_router.launch_router \
     --policy manual --assignment-mode min_load \
     --disable-circuit-breaker --retry-max-retries 3 --retry-initial-backoff-ms 200 \
     --health-check-endpoint /ready --health-check-interval-secs 1 --health-failure-threshold 1 \
-    --health-check-timeout-secs 2
+    --health-check-timeout-secs 2 --prometheus-host 127.0.0.1 --prometheus-port 29000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -22,7 +23,7 @@ EXAMPLES = ROOT / "examples" / "scale-out"
 ROUTER_PYTHON = ROOT / ".venv-scale-out" / "bin" / "python"
 #: The addresses in the examples' files.
 ADDRESSES = ("10.0.0.11:8000", "10.0.0.12:8000")
-PORT = "8080"
+PORT, METRICS_PORT = "8080", "29000"
 KEY = "scale-out-key"
 HEADERS = {"authorization": f"Bearer {KEY}"}
 
@@ -70,7 +71,8 @@ class Balancer:
         kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
         paths = "".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)
         text = text.replace("http {", f"http {{ access_log off; {paths}")
-        return text.replace(PORT, str(port))
+        ports = {PORT: port, METRICS_PORT: free_port()}
+        return re.sub(rf"\b({PORT}|{METRICS_PORT})\b", lambda match: str(ports[match[0]]), text)
 
 
 NGINX = Balancer("nginx", "nginx.conf", "nginx")
