@@ -115,6 +115,7 @@ class Server:
         self.member = Member(self.host)
         self.fleet = Fleet(self.member, Wire(network, self), network.listed)
         self.fan_out = FanOut(self.fleet)
+        self.is_dead = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self.run(self.fleet.watch())
 
@@ -126,6 +127,8 @@ class Server:
         return task
 
     def kill(self) -> None:
+        """End all tasks; what they would still do, such as dropping a change, reaches nobody."""
+        self.is_dead = True
         for task in list(self._tasks):
             task.cancel()
 
@@ -183,6 +186,8 @@ class Wire:
 
     async def _asked(self, peer: Peer, ask: Callable[[Server], Coroutine[Any, Any, T]]) -> T:
         network = self._network
+        if self._server.is_dead:
+            raise PeerSilentError("This process was killed.")
         await asyncio.sleep(network.latency_s)
         there = network.servers.get(peer)
         if there is None:

@@ -20,6 +20,7 @@ from mlx_parallm.types.errors import (
     ConflictError,
     ParallmError,
     PeerRefusedError,
+    PeerSilentError,
     VersionMismatchError,
 )
 
@@ -28,6 +29,11 @@ logger = logging.getLogger(__name__)
 # RETRY_S: time within which a change is numbered anew because another one came before it.
 RETRY_S = 30.0
 PAUSE_S = 0.1
+# STEP_S: time that a peer has to stage or commit a change, beside that for its tensors. It may have
+# to load a model.
+STEP_S = 900.0
+# BYTES_PER_S: the slowest link that tensors travel over.
+BYTES_PER_S = 4e6
 PRECONDITION_FAILED = 412
 
 #: ``Stage``: stages a change at this server.
@@ -177,11 +183,12 @@ class FanOut:
         if peer == self._fleet.me:
             await self._fleet.member.reserve(entry)
         else:
-            await self._transport.reserve(peer, entry)
+            await _bounded(peer, self._transport.reserve(peer, entry), None)
 
     async def _stage(self, proposal: Proposal, entry: Entry, peer: Peer) -> None:
         if peer != self._fleet.me:
-            await self._transport.stage(peer, entry, proposal.content)
+            stage = self._transport.stage(peer, entry, proposal.content)
+            await _bounded(peer, stage, proposal.content)
             return
         member = self._fleet.member
         await member.stage(entry, proposal.content, lambda: proposal.stage(entry.head))
@@ -219,9 +226,14 @@ class FanOut:
         label = entry.label or str(entry.number)
         versions: dict[str, str | None] = {str(peer): label for peer in peers}
 
+        async def commit_at(peer: Peer) -> None:
+            work = self._transport.commit(peer, entry.digest)
+            # One that waits for requests may take as long as they do.
+            await (work if entry.kind in DECIDED_FIRST else _bounded(peer, work, None))
+
         async def commit(peer: Peer) -> None:
             try:
-                await self._transport.commit(peer, entry.digest)
+                await commit_at(peer)
             except ParallmError as problem:
                 logger.warning("%s has staged a change and not committed it: %s", peer, problem)
                 versions[str(peer)] = None
@@ -230,6 +242,18 @@ class FanOut:
         if self._fleet.holding == entry.digest:
             self._fleet.holding = None
         return Outcome(await here, versions)
+
+
+async def _bounded(peer: Peer, work: Awaitable[None], content: Content | None) -> None:
+    """Wait for a step of a peer; raise PeerSilentError if it does not end, though it answers."""
+    limit_s = STEP_S + len(content or b"") / BYTES_PER_S
+    try:
+        async with asyncio.timeout(limit_s):
+            await work
+    except TimeoutError:
+        raise PeerSilentError(
+            f"{peer} answers, and has not done its part within {limit_s:.0f} s."
+        ) from None
 
 
 async def _all(work: Iterable[Awaitable[None]]) -> None:

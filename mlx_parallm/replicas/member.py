@@ -34,6 +34,7 @@ WAIT_S = 10.0
 MAX_ANCESTORS = 4096
 # INLINE_BYTES: tensors up to this size are hashed on the event loop.
 INLINE_BYTES = 64 * 1024
+DROPPED = "This change was dropped while it was being staged."
 #: ``STALE``: code of a refusal because the fleet has changed since the change was numbered.
 STALE = "fleet_state"
 #: ``BUSY``: code of a refusal because another change is staged.
@@ -54,16 +55,16 @@ class _Held:
     Attributes:
         entry: the change.
         content: its tensors.
-        is_staging: True once the host is at it.
+        staging: stages it at the host; None until its tensors have come.
         staged: None until it is staged.
         is_committing: True once it can no longer be dropped.
-        is_dropped: True if it is to be dropped as soon as it is staged.
+        is_dropped: True if it was dropped while the host was staging it.
         expires: drops it.
     """
 
     entry: Entry
     content: Content | None = None
-    is_staging: bool = False
+    staging: asyncio.Future[StagedChange] | None = None
     staged: StagedChange | None = None
     is_committing: bool = False
     is_dropped: bool = False
@@ -186,21 +187,25 @@ class Member:
         held = await self._reserved(entry)
         if held.staged is not None:
             return
-        if held.is_staging:
+        if held.staging is not None:
             raise ConflictError("This change is being staged.", code=BUSY)
-        held.is_staging = True
+        stage = self._stage(entry, content) if staging is None else _called(staging)
+        held.staging = asyncio.ensure_future(stage)
         try:
-            if staging is None:
-                await _check_content(entry, content)
-            stage = self.host.stage(entry.head, content) if staging is None else staging()
-            held.staged, held.content = await stage, content
-        except BaseException:
+            held.staged, held.content = await held.staging, content
+        except BaseException as problem:
             self._free(held)
+            if held.is_dropped and isinstance(problem, asyncio.CancelledError):
+                raise ConflictError(DROPPED) from problem
             raise
         if held.is_dropped:
-            await self.drop(entry.digest)
-            raise ConflictError("This change was dropped while it was being staged.")
+            await held.staged.drop()
+            raise ConflictError(DROPPED)
         self.renew(entry.digest)
+
+    async def _stage(self, entry: Entry, content: Content | None) -> StagedChange:
+        await _check_content(entry, content)
+        return await self.host.stage(entry.head, content)
 
     async def reserve(self, entry: Entry) -> None:
         """Let no other change be staged before this one; raise as ``stage`` does."""
@@ -250,9 +255,11 @@ class Member:
         held = self._held
         if held is None or held.entry.digest != digest or held.is_committing:
             return
-        if held.is_staging and held.staged is None:
+        if held.staged is None:
+            # A host that never ends keeps no other change from being staged.
             held.is_dropped = True
-        elif held.staged is None:
+            if held.staging is not None:
+                held.staging.cancel()
             self._free(held)
         else:
             held.is_committing = True
@@ -328,6 +335,10 @@ class Member:
         if self._held is held:
             self._held = None
             self._freed.set()
+
+
+async def _called(staging: Callable[[], Awaitable[StagedChange]]) -> StagedChange:
+    return await staging()
 
 
 async def _check_content(entry: Entry, content: Content | None) -> None:
