@@ -109,8 +109,8 @@ class Fleet:
             try:
                 await self.look()
                 await self.catch_up()
-            except Exception:
-                logger.exception("the peers cannot be looked at; trying again")
+            except Exception as problem:  # noqa: BLE001 - the next look may succeed
+                self._log("look", "the peers cannot be looked at; trying again: %r", problem)
             await asyncio.sleep(POLL_S)
 
     async def look(self) -> None:

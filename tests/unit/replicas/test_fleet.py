@@ -301,3 +301,23 @@ def act(network: Network, dice: random.Random) -> None:
 async def tried(work) -> None:
     with ignoring():
         await work
+
+
+def test_faults_of_a_look_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with fleet() as network:
+            server = network.server(0)
+            listed = server.fleet._listed
+            server.fleet._listed = _fail
+            await asyncio.sleep(30 * POLL_S)
+            server.fleet._listed = listed
+            await asyncio.sleep(3 * POLL_S)
+            await server.change(adapter(), b"one")
+            check_alike(network)
+
+    run_virtual(body())
+    assert caplog.text.count("cannot be looked at") == 1
+
+
+async def _fail() -> list[Peer]:
+    raise RuntimeError
