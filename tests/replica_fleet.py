@@ -98,6 +98,9 @@ class FakeHost:
     def versions(self) -> Mapping[str, Mapping[str, str]]:
         return {"adapters": {name: label for name, (label, _) in self.adapters.items()}}
 
+    def models(self) -> Mapping[str, str]:
+        return {}
+
     def largest_label(self) -> int:
         return 0
 

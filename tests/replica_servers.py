@@ -32,16 +32,21 @@ class ReplicaServers:
     def start(self, *numbers: int) -> None:
         """Start some of them, and wait until they are like the others."""
         for number in numbers:
-            peers = ("--peers", ",".join(self.urls))
-            self.processes[number] = ServerProcess(
-                *self._flags, *peers, listener=self._listeners[number]
-            )
+            self.launch(number)
         for number in numbers:
             process = self.processes[number]
             assert process is not None
             process.wait_until_ready()
         for number in numbers:
             self.wait_until_ready(number)
+
+    def launch(self, number: int, *flags: str) -> ServerProcess:
+        """Start one, with further flags; return its process."""
+        peers = ("--peers", ",".join(self.urls))
+        listener = self._listeners[number]
+        process = ServerProcess(*self._flags, *flags, *peers, listener=listener)
+        self.processes[number] = process
+        return process
 
     def wait_until_ready(self, number: int) -> None:
         """Return once ``/ready`` answers 200, and the server has seen all that run."""

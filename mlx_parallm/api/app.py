@@ -183,6 +183,7 @@ def _replicas(app: FastAPI, engine: EngineClient, config: ServerConfig) -> Repli
         me=None if config.peer_url is None else parse_peer(config.peer_url, "--peer-url"),
         key=keys[0] if keys else None,
         max_bytes=max(config.max_adapter_bytes, config.max_weights_bytes),
+        models=engine.config.models,
     )
 
 

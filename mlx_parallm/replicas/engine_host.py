@@ -26,6 +26,7 @@ from mlx_parallm.replicas.fan_out import FanOut, Proposal
 from mlx_parallm.replicas.host import Content
 from mlx_parallm.replicas.reached import REACHED
 from mlx_parallm.replicas.room import AdapterRoom
+from mlx_parallm.replicas.served import ServedModels
 
 R = TypeVar("R")
 MAX_DIGITS = 15
@@ -34,8 +35,14 @@ MAX_DIGITS = 15
 class EngineHost:
     """Carries out changes at the engines of this process. Implements ``Host``."""
 
-    def __init__(self, control: EngineControl, own_folder: Callable[[str], Path | None]) -> None:
+    def __init__(
+        self,
+        control: EngineControl,
+        own_folder: Callable[[str], Path | None],
+        served: ServedModels,
+    ) -> None:
         self._control = control
+        self._served = served
         self._folders = Folders(control.checkpoint_folder, own_folder)
 
     async def stage(self, head: Head, content: Content | None) -> Staged[Any]:
@@ -54,6 +61,10 @@ class EngineHost:
             "models": {name: version.label for name, version in weights.items()},
             "adapters": {info.name: info.version for info in self._control.adapters()},
         }
+
+    def models(self) -> Mapping[str, str]:
+        """See ``Host``."""
+        return self._served.marks
 
     def largest_label(self) -> int:
         """See ``Host``."""

@@ -101,6 +101,7 @@ class Fleet:
             why=self.why_not_ready,
             members={str(peer): each.instance for peer, each in self.states.items()},
             versions=self.member.host.versions(),
+            models=self.member.host.models(),
         )
 
     async def watch(self) -> None:

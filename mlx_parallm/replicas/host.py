@@ -38,6 +38,10 @@ class Host(Protocol):
         """Return the labels of weights ("models") and of adapters ("adapters"), by name."""
         ...
 
+    def models(self) -> Mapping[str, str]:
+        """Return marks of the models that the server started with; see ``ServedModels``."""
+        ...
+
     def largest_label(self) -> int:
         """Return the largest number that is a label here; 0 if none is one."""
         ...

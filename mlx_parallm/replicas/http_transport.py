@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mlx_parallm.replicas.entries import Entry
 from mlx_parallm.replicas.frames import pack_head, pieces
 from mlx_parallm.replicas.host import Content
 from mlx_parallm.replicas.past import Past
 from mlx_parallm.replicas.peers import Peer, PeerAnswer, PeerClient
+from mlx_parallm.replicas.served import ServedModels
 from mlx_parallm.replicas.transport import PeerState, StateQuery
-from mlx_parallm.types.errors import InvalidRequestError, PeerSilentError
+from mlx_parallm.types.errors import InvalidRequestError, PeerRefusedError, PeerSilentError
 
 # STATE_S: time that a peer has to say how it is; it takes longer only if it is in trouble.
 STATE_S = 3.0
@@ -33,11 +34,13 @@ class HttpTransport:
         client: asks.
         max_bytes: of the tensors of a change.
         is_alive: True to go on waiting for a peer.
+        served: the models of this server; peers with others are refused.
     """
 
     client: PeerClient
     max_bytes: int
     is_alive: IsAlive = lambda _: True
+    served: ServedModels = field(default_factory=lambda: ServedModels(()))
 
     async def state(self, peer: Peer, query: StateQuery) -> PeerState:
         """See ``Transport``."""
@@ -45,7 +48,11 @@ class HttpTransport:
         if query.holding is not None:
             path += f"&holding={query.holding}"
         answer = await self.client.ask(peer, "GET", path, within_s=STATE_S)
-        return PeerState.from_json(peer, answer.json(peer))
+        state = PeerState.from_json(peer, answer.json(peer))
+        difference = self.served.difference(state.models)
+        if difference is not None:
+            raise PeerRefusedError(f"{peer} {difference}.", status=None)
+        return state
 
     async def reserve(self, peer: Peer, entry: Entry) -> None:
         """See ``Transport``."""

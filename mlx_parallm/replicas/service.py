@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlx_parallm.config import ModelConfig
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.replicas.engine_host import EngineHost, FleetChanges
 from mlx_parallm.replicas.fan_out import FanOut
@@ -16,6 +17,7 @@ from mlx_parallm.replicas.http_transport import PREFIX, HttpTransport
 from mlx_parallm.replicas.member import Member
 from mlx_parallm.replicas.peers import Peer, PeerClient, PeerList
 from mlx_parallm.replicas.room import AdapterRoom
+from mlx_parallm.replicas.served import ServedModels
 from mlx_parallm.types.errors import ParallmError
 
 # APPLY_S: time that a peer gets to become like the others because an operator said so.
@@ -40,6 +42,7 @@ class Replicas:
         me: Peer | None,
         key: str | None,
         max_bytes: int,
+        models: Sequence[ModelConfig],
     ) -> None:
         """Take over the changes of ``control``.
 
@@ -50,12 +53,14 @@ class Replicas:
             me: this one's address; None finds it out.
             key: for the peers.
             max_bytes: see the class.
+            models: that this server starts with.
         """
         self.max_bytes = max_bytes
         self._peers = peers
         self._client = PeerClient(key, ())
-        self.member = Member(EngineHost(control, own_folder))
-        transport = HttpTransport(self._client, max_bytes, self._is_alive)
+        self._served = ServedModels(models)
+        self.member = Member(EngineHost(control, own_folder, self._served))
+        transport = HttpTransport(self._client, max_bytes, self._is_alive, self._served)
         self.fleet = Fleet(self.member, transport, self._listed, me=me)
         control.on_forgotten = self.member.forget
         control.changes = FleetChanges(
@@ -65,7 +70,11 @@ class Replicas:
 
     def start(self) -> None:
         """Begin to look at the peers."""
-        self._watching = asyncio.ensure_future(self.fleet.watch())
+        self._watching = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> None:
+        await self._served.look()
+        await asyncio.gather(self._served.watch(), self.fleet.watch())
 
     async def stop(self) -> None:
         """Look no more, and close all connections."""

@@ -28,6 +28,7 @@ class PeerState:
         why: the reason for which it should get no requests; None if it should get some.
         members: the instances that it reaches, by address.
         versions: labels of weights ("models") and adapters ("adapters"), by name.
+        models: marks of those that it started with, by name; see ``ServedModels``.
     """
 
     instance: str
@@ -41,6 +42,7 @@ class PeerState:
     versions: Mapping[str, Mapping[str, str]] = field(
         default_factory=dict[str, "Mapping[str, str]"]
     )
+    models: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @staticmethod
     def from_json(peer: Peer, value: Mapping[str, Any]) -> PeerState:
@@ -48,10 +50,22 @@ class PeerState:
         kinds = {"instance": str, "number": int, "digest": str, "seen": int, "knows": bool}
         has_kinds = all(isinstance(value.get(name), kind) for name, kind in kinds.items())
         texts = all(isinstance(value.get(name), str | None) for name in ("staged", "why"))
-        tables = all(is_object(value.get(name)) for name in ("members", "versions"))
-        if not (has_kinds and texts and tables):
+        tables = all(_is_table(value.get(name)) for name in ("members", "models"))
+        if not (has_kinds and texts and tables and _are_versions(value.get("versions"))):
             raise PeerSilentError(f"{peer} does not answer as a server of a fleet.")
         return PeerState(**{name: value[name] for name in PeerState.__dataclass_fields__})
+
+
+def _is_table(value: Any) -> bool:
+    """True if a JSON value has texts by name."""
+    return is_object(value) and all(isinstance(text, str) for text in value.values())
+
+
+def _are_versions(value: Any) -> bool:
+    tables = ("models", "adapters")
+    return is_object(value) and all(
+        name in tables and _is_table(table) for name, table in value.items()
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ STATE = {
     "why": None,
     "members": {},
     "versions": {},
+    "models": {},
 }
 Ask = Callable[[HttpTransport, Peer], Awaitable[Any]]
 QUESTIONS: dict[str, Ask] = {
@@ -107,6 +108,20 @@ async def test_states_with_wrong_fields_are_no_states(name: str) -> None:
         body = json.dumps({**STATE, name: value}).encode()
         with pytest.raises(PeerSilentError, match="as a server of a fleet"):
             await answered(QUESTIONS["state"], good(body))
+
+
+@pytest.mark.parametrize("name", ["members", "versions", "models"])
+@pytest.mark.parametrize("value", [{"url": 5}, {"url": None}, {"url": {"a": 1}}, {"url": []}])
+async def test_tables_of_states_have_texts(name: str, value: object) -> None:
+    body = json.dumps({**STATE, name: value}).encode()
+    with pytest.raises(PeerSilentError, match="as a server of a fleet"):
+        await answered(QUESTIONS["state"], good(body))
+
+
+async def test_peers_that_serve_another_model_are_refused() -> None:
+    body = json.dumps({**STATE, "models": {"m": "a.b"}}).encode()
+    with pytest.raises(PeerRefusedError, match="cannot be compared yet"):
+        await answered(QUESTIONS["state"], good(body))
 
 
 @pytest.mark.parametrize("journal", [None, 3, [3], [{}], [{**ENTRY.to_json(), "head": {}}]])
