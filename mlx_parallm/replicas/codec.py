@@ -140,7 +140,11 @@ def _with_content(head: Head, content: bytes) -> Encoded:
 
 
 def _encode_copy(folder: Path) -> Mapping[str, Any] | None:
-    copy = copy_of(str(folder))
+    try:
+        # A sample may miss what differs, and then one label has two contents.
+        copy = copy_of(str(folder), is_whole=True)
+    except ConfigError as problem:
+        raise ConflictError(str(problem)) from None
     return None if copy is None else asdict(copy)
 
 
@@ -226,7 +230,7 @@ def _decode_update(head: Head, content: Content | None, folders: Folders) -> Rep
         return ReplaceWeights(_text(head, "model"), update, digest)
     folder = folders.allowed(_text(head, "folder"))
     try:
-        check_copy(replace(Copy(**head["copy"]), path=str(folder)))
+        check_copy(replace(Copy(**head["copy"]), path=str(folder)), is_whole=True)
     except ConfigError as problem:
         raise ConflictError(str(problem)) from None
     return ReplaceWeights(_text(head, "model"), replace(update, folder=folder))

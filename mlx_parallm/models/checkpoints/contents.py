@@ -236,6 +236,15 @@ class FolderContents:
             self._thread.join()
 
 
+def file_digest(path: Path, memory: DigestMemory) -> str | None:
+    """Return the SHA-256 of a file, remembered or computed now; None if it changes meanwhile."""
+    state = FileState.of(path)
+    digest = memory.find([state]).get(state) or _hash_file(state, threading.Event())
+    if digest is not None:
+        memory.put(state, digest)
+    return digest
+
+
 def user_memory(environment: Mapping[str, str] = os.environ) -> DigestMemory:
     """Return the memory in the user's cache folder; one that forgets if there is no such folder."""
     try:

@@ -1,4 +1,4 @@
-"""Compares the copies of a checkpoint on two machines, without reading all of its weights."""
+"""Compares the copies of a checkpoint on two machines; by default without reading all of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from glob import escape
 from pathlib import Path
 
 from mlx_parallm.confinement import GGUF_PART, is_gguf
-from mlx_parallm.models.checkpoints.contents import FolderContents, user_memory
+from mlx_parallm.models.checkpoints.contents import FolderContents, file_digest, user_memory
 from mlx_parallm.types.errors import ConfigError
 
 # WEIGHTS, SUFFIXES: the files that decide what a model computes. A file of weights counts even if
@@ -45,8 +45,14 @@ class Copy:
     samples: Mapping[str, str]
 
 
-def copy_of(path: str) -> Copy | None:
-    """Return the copy of this machine; None if it has none, as for a hub id."""
+def copy_of(path: str, *, is_whole: bool = False) -> Copy | None:
+    """Return the copy of this machine; None if it has none, as for a hub id.
+
+    ``is_whole``: all bytes are read, unless their digests are remembered.
+
+    Raises:
+        ConfigError: a file changes while all of it is read.
+    """
     place = Path(path).expanduser()
     if place.is_dir():
         folder, names = place, ("*", "*/*.json")
@@ -60,10 +66,13 @@ def copy_of(path: str) -> Copy | None:
         for file in sorted(folder.glob(name))
         if file.is_file() and (file.suffix in SUFFIXES or file == place)
     }
+    digests = _remembered(folder) | _hashed(files)
+    if is_whole:
+        digests |= _read({name: file for name, file in files.items() if name not in digests})
     return Copy(
         path,
         {name: file.stat().st_size for name, file in files.items()},
-        _remembered(folder) | _hashed(files),
+        digests,
         {name: _sample(file) for name, file in files.items() if not _is_small(file)},
     )
 
@@ -89,6 +98,16 @@ def _hashed(files: Mapping[str, Path]) -> dict[str, str]:
     }
 
 
+def _read(files: Mapping[str, Path]) -> dict[str, str]:
+    memory, digests = user_memory(), dict[str, str]()
+    for name, file in files.items():
+        digest = file_digest(file, memory)
+        if digest is None:
+            raise ConfigError(f"{file} changes while it is read.")
+        digests[name] = digest
+    return digests
+
+
 def _is_small(file: Path) -> bool:
     return file.stat().st_size <= SMALL_BYTES
 
@@ -104,13 +123,13 @@ def _sample(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check_copy(theirs: Copy) -> None:
+def check_copy(theirs: Copy, *, is_whole: bool = False) -> None:
     """Raise ConfigError if this machine has no copy of a checkpoint, or another one.
 
-    ``theirs``: the copy of the server's machine.
+    ``theirs``: the copy of the server's machine; ``is_whole``: see ``copy_of``.
     """
     try:
-        ours = copy_of(theirs.path)
+        ours = copy_of(theirs.path, is_whole=is_whole)
     except OSError as problem:
         raise ConfigError(f"Machine {_machine()} cannot read {theirs.path}: {problem}.") from None
     if ours is None:

@@ -109,6 +109,37 @@ def test_large_weights_are_compared_by_remembered_digests(
         check_copy(known)
 
 
+def test_whole_copies_differ_in_a_byte_that_no_sample_has(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(copies_module, "SMALL_BYTES", 1 << 10)
+    memory = DigestMemory(tmp_path / "memory")
+    monkeypatch.setattr(copies_module, "user_memory", lambda: memory)
+    size = 4 * copies_module.PIECES * copies_module.PIECE_BYTES
+    weights = folder / "model.safetensors"
+    weights.write_bytes(bytes(size))
+    sampled, whole = copy_of(str(folder)), copy_of(str(folder), is_whole=True)
+    assert sampled is not None
+    assert whole is not None
+    assert set(whole.digests) == set(whole.sizes)
+    check_copy(whole, is_whole=True)
+    with weights.open("r+b") as file:
+        file.seek(2 * copies_module.PIECE_BYTES)
+        file.write(b"1")
+    check_copy(sampled)
+    with pytest.raises(ConfigError, match=r"model\.safetensors has other contents"):
+        check_copy(whole, is_whole=True)
+
+
+def test_a_file_that_changes_while_it_is_read_is_no_copy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(copies_module, "file_digest", lambda *_: None)
+    with pytest.raises(ConfigError, match="changes while it is read"):
+        copy_of(str(folder), is_whole=True)
+
+
 def test_all_parts_of_a_gguf_file_are_compared(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / f"m-0000{number}-of-00002.gguf").write_bytes(b"GGUF%d" % number)
