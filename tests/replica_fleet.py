@@ -154,6 +154,9 @@ class Network:
         self.labels = Labels()
         self.peers = [Peer(f"http://10.0.0.{number}:8000") for number in range(1, num_servers + 1)]
         self.cuts: set[frozenset[Peer]] = set()
+        # Pairs of which the first one cannot reach the second, and servers with another key.
+        self.one_way_cuts: set[tuple[Peer, Peer]] = set()
+        self.strangers: set[Peer] = set()
         self.latency_s = 0.001
         self.servers: dict[Peer, Server] = {}
         for peer in self.peers:
@@ -175,6 +178,10 @@ class Network:
     def server(self, number: int) -> Server:
         return self.servers[self.peers[number]]
 
+    def is_cut(self, source: Peer, target: Peer) -> bool:
+        """True if a server cannot ask another one; an answer takes the way of its question."""
+        return frozenset((source, target)) in self.cuts or (source, target) in self.one_way_cuts
+
     def cut(self, *sides: Sequence[int]) -> None:
         """Let servers of different sides not reach each other."""
         first, second = sides
@@ -195,12 +202,14 @@ class Wire:
         there = network.servers.get(peer)
         if there is None:
             raise PeerSilentError(f"{peer} refuses connections.")
-        if frozenset((peer, self._server.peer)) in network.cuts:
+        if {peer, self._server.peer} & network.strangers:
+            raise PeerRefusedError(f"{peer} refuses: wrong key.", status=401)
+        if network.is_cut(self._server.peer, peer):
             await asyncio.sleep(TIMEOUT_S)
             raise PeerSilentError(f"{peer} does not answer.")
         work = there.run(ask(there))
         await asyncio.wait([work])
-        if work.cancelled() or frozenset((peer, self._server.peer)) in network.cuts:
+        if work.cancelled() or network.is_cut(self._server.peer, peer):
             raise PeerSilentError(f"{peer} was lost.")
         problem = work.exception()
         if isinstance(problem, ParallmError):

@@ -127,9 +127,11 @@ class FanOut:
         """Stage a change everywhere, and commit it here, which decides."""
         fleet = self._fleet
         peers = fleet.peers()
-        behind = [peer for peer, state in fleet.states.items() if state.digest != self._digest]
-        if behind:
-            raise StaleChangeError(f"{behind[0]} is not at the state of {fleet.me}.")
+        for peer in peers:
+            state = fleet.states.get(peer)
+            if state is not None and state.digest != self._digest:
+                why = "" if state.why is None else f" It says: {state.why}"
+                raise StaleChangeError(f"{peer} is not at the state of {fleet.me}.{why}")
         entry = self._entry(proposal, await proposal.decide(proposal.head))
         fleet.holding = entry.digest
         try:

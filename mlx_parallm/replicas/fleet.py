@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from mlx_parallm.replicas.entries import MIXED, Entry
+from mlx_parallm.replicas.entries import GENESIS, MIXED, Entry
 from mlx_parallm.replicas.host import Content
 from mlx_parallm.replicas.member import Member, MemberState, hashed
 from mlx_parallm.replicas.past import Past
@@ -36,9 +36,13 @@ UNKNOWN = (
     "Name its own address with --peer-url."
 )
 LOST = "This server stopped on its way to the state of a peer, and no peer is reachable now."
+GONE = "is no longer listed: its name has lost this address, and it may be changing apart."
+FORGOTTEN = "The engines of this server were started anew and have not got the fleet's changes yet."
 NOT_LOOKED = "This server has not asked its peers yet."
 
-#: ``Listed``: returns all listed peers, sorted.
+# _LATE: relations of peers that may be excused.
+_LATE = frozenset({Relation.BEHIND, Relation.UNKNOWN})
+#: ``Listed``: returns all listed peers, sorted; raises PeerSilentError if a name is not known.
 Listed = Callable[[], Awaitable[Sequence[Peer]]]
 
 
@@ -52,7 +56,8 @@ class Fleet:
         instance: a random id of this process.
         states: the reachable peers, by address, without this server.
         problems: the peers that are not reachable, with the reason.
-        excused: unreachable peers without which an operator lets the fleet change.
+        excused: peers that are not reachable, or cannot catch up, without which an operator lets
+            the fleet change.
         holding: the digest of the change that this server coordinates; None if there is none.
         is_draining: True if this server should get no requests any more.
     """
@@ -72,6 +77,12 @@ class Fleet:
         self._listed = listed
         self._standing = Standing(NOT_LOOKED)
         self._asked = self.member.state.digest
+        # All that were ever listed, but for this server; and why some cannot be listed now.
+        self._known: set[Peer] = set()
+        self._unlisted: ParallmError | None = None
+        # Until a peer has answered since the engines were started, perhaps anew.
+        self._is_fresh = True
+        self._has_lost = False
         self._failure: ParallmError | None = None
         self._logged: dict[str, float] = {}
         self._looks = asyncio.Lock()
@@ -126,13 +137,22 @@ class Fleet:
     async def _ask_all(self) -> None:
         if self.holding is not None:
             self.member.renew(self.holding)
-        listed = await self._listed()
+        listed = await self._resolved()
         query = StateQuery(self.member.state.digest, self.holding)
         peers = [peer for peer in listed if peer != self.me]
         questions = (self.transport.state(peer, query) for peer in peers)
         answers = await asyncio.gather(*questions, return_exceptions=True)
         self._note(peers, answers)
         self._asked = query.digest
+
+    async def _resolved(self) -> Sequence[Peer]:
+        try:
+            listed = await self._listed()
+        except PeerSilentError as problem:
+            self._unlisted = problem
+            return ()
+        self._unlisted = None
+        return listed
 
     def _note(self, peers: Sequence[Peer], answers: Sequence[PeerState | BaseException]) -> None:
         """Note what the peers answered."""
@@ -147,13 +167,18 @@ class Fleet:
                 raise answer
             elif answer.instance == self.instance:
                 self.me = self.me or peer
+                self._known.discard(peer)
             elif answer.instance not in instances:
                 # One server may be listed under two addresses.
                 instances.add(answer.instance)
                 states[peer] = answer
+        gone = self._known - set(peers) - {self.me}
+        problems |= {peer: PeerSilentError(f"{peer} {GONE}") for peer in gone}
+        self._known |= states.keys() | problems.keys()
+        self._is_fresh &= not states
         self.states, self.problems = states, problems
         self._answered_s |= dict.fromkeys(states, asyncio.get_running_loop().time())
-        self.excused &= problems.keys()
+        self.excused -= {peer for peer, view in self.views().items() if view.relation not in _LATE}
         self._find_own_address()
 
     def is_alive(self, peer: Peer) -> bool:
@@ -180,7 +205,25 @@ class Fleet:
             view.relation is Relation.AHEAD for view in views.values()
         ):
             return Standing(LOST)
+        if (why := self._why_alone()) is not None:
+            return Standing(why)
         return standing(me, self.member.state.number, views)
+
+    def _why_alone(self) -> str | None:
+        """Return why a server that has heard of no change waits for a peer; None: it does not."""
+        waits = self._is_fresh and self.member.state.digest == GENESIS
+        problems = [each for peer, each in self.problems.items() if peer not in self.excused]
+        refusals = [each for each in problems if isinstance(each, PeerRefusedError)]
+        if waits and refusals:
+            return f"No peer has answered yet, and one refuses: {refusals[0]}"
+        return FORGOTTEN if waits and problems and self._has_lost else None
+
+    def forget(self) -> None:
+        """Note that the engines were started anew: no change is left there."""
+        self._has_lost |= self.member.state.digest != GENESIS
+        self.member.forget()
+        self._is_fresh = True
+        self._standing = Standing(FORGOTTEN)
 
     def views(self) -> Mapping[Peer, View]:
         """Return the states of the reachable peers, as they relate to this server's."""
@@ -278,6 +321,8 @@ class Fleet:
         for peer, problem in sorted(self.problems.items()):
             if peer not in self.excused:
                 raise problem if isinstance(problem, PeerRefusedError) else _without(problem)
+        if self._unlisted is not None:
+            raise self._unlisted
         if self.me is None:
             raise PeerSilentError(UNKNOWN)
         views = self.views()
@@ -286,13 +331,14 @@ class Fleet:
                 "The servers of this fleet had different changes: `mlx_parallm fleet apply` makes "
                 "them alike."
             )
-        return sorted((self.me, *views))
+        return sorted((self.me, *(peer for peer in views if peer not in self.excused)))
 
     async def apply(self, *, force: bool) -> None:
         """Do what an operator decides about a fleet that is split; this server's part.
 
         A server of a smaller part becomes like the larger one. With ``force`` the servers that are
-        not reachable now no longer keep the others from changing, until they are back.
+        not reachable now, or cannot catch up, no longer keep the others from changing, until they
+        are back.
 
         Raises:
             ParallmError: this server cannot become like the others.
@@ -300,9 +346,11 @@ class Fleet:
         await self.look()
         await self.catch_up()
         over = self.member.state.digest
-        if force:
-            self.excused |= self.problems.keys()
         views = self.views()
+        if force:
+            late = {peer for peer, view in views.items() if view.relation is Relation.BEHIND}
+            self.excused |= self.problems.keys() | late
+            self._standing = self._stand()
         forked = {peer: view for peer, view in views.items() if view.relation is Relation.FORKED}
         if forked and not self._standing.is_ready:
             await self.become(largest(forked)[0], over=over)

@@ -27,6 +27,27 @@ async def addresses_of(host: str, port: int) -> Sequence[str]:
     return sorted({str(place[0]) for *_, place in rows})
 
 
+class LastNames:
+    """Resolves names anew each time; implements ``Lookup``.
+
+    A name that is not known for a while keeps its addresses, since a fleet that seems to have fewer
+    servers would change without the others.
+    """
+
+    def __init__(self, lookup: Lookup = addresses_of) -> None:
+        """Prepare; ``lookup`` resolves a name."""
+        self._lookup = lookup
+        self._last: dict[tuple[str, int], Sequence[str]] = {}
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        """Return the addresses of a host; raise PeerSilentError if it was never known."""
+        addresses = await self._lookup(host, port) or self._last.get((host, port))
+        if not addresses:
+            raise PeerSilentError(f"The name {host} is not known.")
+        self._last[host, port] = addresses
+        return addresses
+
+
 class PinnedNames:
     """Resolves each name once, so that who changes DNS does not get what peers are sent."""
 

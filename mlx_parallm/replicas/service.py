@@ -15,6 +15,7 @@ from mlx_parallm.replicas.fan_out import FanOut
 from mlx_parallm.replicas.fleet import Fleet
 from mlx_parallm.replicas.http_transport import PREFIX, HttpTransport
 from mlx_parallm.replicas.member import Member
+from mlx_parallm.replicas.names import LastNames
 from mlx_parallm.replicas.peers import Peer, PeerClient, PeerList
 from mlx_parallm.replicas.room import AdapterRoom
 from mlx_parallm.replicas.served import ServedModels
@@ -57,12 +58,13 @@ class Replicas:
         """
         self.max_bytes = max_bytes
         self._peers = peers
+        self._names = LastNames()
         self._client = PeerClient(key, ())
         self._served = ServedModels(models)
         self.member = Member(EngineHost(control, own_folder, self._served))
         transport = HttpTransport(self._client, max_bytes, self._is_alive, self._served)
         self.fleet = Fleet(self.member, transport, self._listed, me=me)
-        control.on_forgotten = self.member.forget
+        control.on_forgotten = self.fleet.forget
         control.changes = FleetChanges(
             control, FanOut(self.fleet), AdapterRoom(control, self.member)
         )
@@ -128,8 +130,12 @@ class Replicas:
         return {"object": "fleet", "data": sorted(rows, key=lambda row: row["url"] or "")}
 
     async def _listed(self) -> Sequence[Peer]:
-        """Return the peers as names are resolved now; only these are asked from now on."""
-        self._client.listed = await self._peers.resolved()
+        """Return the peers as names are resolved now; only these are asked from now on.
+
+        Raises:
+            PeerSilentError: a name was never known.
+        """
+        self._client.listed = await self._peers.resolved(self._names)
         return self._client.listed
 
     def _is_alive(self, peer: Peer) -> bool:

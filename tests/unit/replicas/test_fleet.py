@@ -190,7 +190,8 @@ async def test_engines_that_start_anew_get_all_again() -> None:
         await network.server(1).change(update(), b"two")
         server = network.server(1)
         server.host.adapters, server.host.weights, server.host.label = {}, {}, "0"
-        server.member.forget()
+        server.fleet.forget()
+        assert server.fleet.why_not_ready is not None
         await asyncio.sleep(3 * POLL_S)
         check_alike(network)
         outcome = await server.change(adapter(), b"three")
