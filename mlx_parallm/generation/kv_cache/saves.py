@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from itertools import count, islice
 from operator import itemgetter
 
 from mlx_parallm.types.content import Buffer
@@ -56,6 +56,8 @@ class SaveQueue:
         # Those that steps in flight read, by their contents.
         self._begun: dict[bytes, Save] = {}
         self._contents: set[bytes] = set()
+        # The places of those that are not kept, by their contents.
+        self._unkept: dict[bytes, int] = {}
         # What was read before the blocks that it follows, by these blocks' contents.
         self._early: dict[bytes, list[tuple[Save, Buffer]]] = {}
         self._early_bytes = 0
@@ -66,17 +68,48 @@ class SaveQueue:
 
     @property
     def begun_size(self) -> int:
-        """Return the size of what is being read, in blocks."""
-        return sum(save.size for save in self._begun.values())
+        """Return the size of what is being read for stores, in blocks."""
+        return sum(save.size for save in self._begun.values() if save.is_kept)
+
+    @property
+    def has_unkept(self) -> bool:
+        """True if something is read, or waits to be, that no store gets."""
+        return bool(self._unkept)
 
     def __contains__(self, content: bytes) -> bool:
         """True if a content waits to be read, is being read, or waits for what it follows."""
         return content in self._contents
 
+    def keeps(self, content: bytes) -> bool:
+        """True if stores get a content once it is read."""
+        return content in self._contents and content not in self._unkept
+
     def add(self, save: Save) -> None:
-        """Queue a block or a snapshot, whose content does not wait already."""
-        self._waiting[save.is_state, save.place] = next(self._numbers), save
+        """Queue a block or a snapshot, whose content does not wait already to be kept."""
+        number = next(self._numbers)
+        if (place := self._unkept.pop(save.content, None)) is not None:
+            self._waiting.pop((False, place), None)
+            if self._replace(number, save):
+                return
+        if not save.is_kept:
+            self._unkept[save.content] = save.place
+        self._waiting[save.is_state, save.place] = number, save
         self._contents.add(save.content)
+
+    def _replace(self, number: int, save: Save) -> bool:
+        """Replace one that leaves, or is being read, by one that is kept; False if there is none.
+
+        That one reads the same bytes, maybe from another place.
+        """
+        if (begun := self._begun.get(save.content)) is not None:
+            self._begun[save.content] = replace(save, is_drafted=begun.is_drafted)
+            return True
+        for index, (_, leaving) in enumerate(self._leaving):
+            if leaving.content == save.content:
+                kept = replace(leaving, parent=save.parent, is_kept=True)
+                self._leaving[index] = number, kept
+                return True
+        return False
 
     def leave(self, places: Iterable[int], *, are_states: bool = False) -> None:
         """Have blocks, or snapshots, read before the next step, which may write to them."""
@@ -88,27 +121,44 @@ class SaveQueue:
         """Give up blocks that may be written to before the next step."""
         for block in blocks:
             if (queued := self._waiting.pop((False, block), None)) is not None:
-                self._contents.discard(queued[1].content)
+                self._end(queued[1].content)
+
+    def _end(self, content: bytes) -> None:
+        self._contents.discard(content)
+        self._unkept.pop(content, None)
 
     def take(self, limit: float, room: float = math.inf) -> Sequence[Save]:
         """Return what is to be read before the next step.
 
         It is what leaves, and others in the order of their chains, because stores keep no block
         without the one before it: until ``limit`` blocks are reached, as far as ``room`` blocks
-        hold them.
+        hold what is kept of them.
         """
         if not (self._waiting or self._leaving):
             return ()
         taken, self._leaving = self._leaving, []
         size = sum(save.size for _, save in taken)
+        size_kept = sum(save.size for _, save in taken if save.is_kept)
         while self._waiting and size < limit:
-            size += next(iter(self._waiting.values()))[1].size
-            if size > room:
+            save = next(iter(self._waiting.values()))[1]
+            size_kept += save.size * save.is_kept
+            if size_kept > room:
+                taken += self._take_unkept(limit - size)
                 break
+            size += save.size
             taken.append(self._waiting.popitem(last=False)[1])
         saves = [save for _, save in sorted(taken, key=itemgetter(0))]
         self._begun.update((save.content, save) for save in saves)
         return saves
+
+    def _take_unkept(self, limit: float) -> list[tuple[int, Save]]:
+        """Return those that wait and need no room, at most so many."""
+        waiting = [
+            key for place in self._unkept.values() if (key := (False, place)) in self._waiting
+        ]
+        return [
+            self._waiting.pop(key) for key in islice(waiting, math.ceil(min(limit, len(waiting))))
+        ]
 
     def end(self, content: bytes, data: Buffer) -> Sequence[tuple[Save, Buffer]]:
         """Return what stores can get now that a block was read, each behind what it follows.
@@ -129,14 +179,15 @@ class SaveQueue:
         while following:
             ended.append(following.pop())
             following += self._take_early(ended[-1][0].content)
-        self._contents.difference_update(each.content for each, _ in ended)
+        for each, _ in ended:
+            self._end(each.content)
         self._drop_stranded()
         return ended
 
     def fail(self, content: bytes) -> None:
         """Forget a block that could not be read."""
         if self._begun.pop(content, None) is not None:
-            self._contents.discard(content)
+            self._end(content)
             self._drop_stranded()
 
     def _take_early(self, parent: bytes) -> list[tuple[Save, Buffer]]:
@@ -155,5 +206,6 @@ class SaveQueue:
         self._leaving.clear()
         self._begun.clear()
         self._contents.clear()
+        self._unkept.clear()
         self._early.clear()
         self._early_bytes = 0

@@ -182,6 +182,11 @@ class Tiers:
         return any(store.is_busy for store in self._stores)
 
     @property
+    def can_save(self) -> bool:
+        """True if a step could read blocks that wait for it."""
+        return len(self.saves) > 0 and (not self.is_busy or self.saves.has_unkept)
+
+    @property
     def room(self) -> float:
         """Return how many blocks may be saved now, besides those that steps in flight save."""
         if self.is_busy:
@@ -198,7 +203,7 @@ class Tiers:
 
     def lacks(self, content: bytes) -> bool:
         """True if a store should get a block, which does not wait to be saved already."""
-        if content in self.saves:
+        if self.saves.keeps(content):
             return False
         return not all(store.has(content) for store in self._stores)
 

@@ -160,7 +160,7 @@ class Scheduler:
     def has_saves(self) -> bool:
         """Return True if blocks are to be saved, and stores take them now."""
         tiers = self._kv.tiers
-        return tiers is not None and len(tiers.saves) > 0 and not tiers.is_busy
+        return tiers is not None and tiers.can_save
 
     def has_request(self, request_id: str) -> bool:
         """Return True if this request has not ended."""

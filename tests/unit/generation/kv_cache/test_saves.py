@@ -139,6 +139,49 @@ def test_what_has_no_room_is_taken_later_and_nothing_passes_it() -> None:
     assert [save.content for save in saves.take(64)] == [b"1"]
 
 
+def unkept(*blocks: int) -> list[Save]:
+    """Return blocks that only other servers have asked for."""
+    return [Save(block, b"%d" % block, b"", is_kept=False) for block in blocks]
+
+
+@pytest.mark.parametrize("state", ["waiting", "leaving", "begun"])
+def test_a_chain_gets_what_only_others_have_asked_for(state: str) -> None:
+    saves, taken = SaveQueue(), list[Save]()
+    for save in unkept(1, 0):
+        saves.add(save)
+        assert not saves.keeps(save.content)
+    if state == "leaving":
+        saves.leave([0, 1])
+    elif state == "begun":
+        taken += saves.take(9)
+    for block in range(3):
+        saves.add(Save(block, b"%d" % block, b"%d" % (block - 1) if block else b""))
+    assert all(saves.keeps(b"%d" % block) for block in range(3))
+    assert not saves.has_unkept
+    taken += saves.take(9)
+    ended = [each for save in taken for each, _ in saves.end(save.content, b"bytes")]
+    assert [(save.place, save.parent) for save in ended] == [(0, b""), (1, b"0"), (2, b"1")]
+    assert all(save.is_kept for save in ended)
+    assert len(saves) == 0
+
+
+def test_what_no_store_gets_needs_no_room() -> None:
+    saves = queue_of(0, 1)
+    for save in unkept(2, 3, 4):
+        saves.add(save)
+    assert [save.place for save in saves.take(2, room=0)] == [2, 3]
+    assert saves.begun_size == 0
+    assert [save.place for save in saves.take(9, room=1)] == [0, 4]
+    assert saves.begun_size == 1
+    assert saves.has_unkept
+    for block in (2, 3, 4):
+        assert len(saves.end(b"%d" % block, b"bytes")) == 1
+    assert not saves.has_unkept
+    saves.add(unkept(5)[0])
+    saves.forget([5])
+    assert not saves.has_unkept
+
+
 def test_a_snapshot_that_leaves_is_kept_until_its_chain_was_read() -> None:
     saves = queue_of(4, 5)
     saves.add(Save(4, b"state", b"5", is_state=True, size=10))

@@ -18,6 +18,7 @@ from mlx_parallm.generation.kv_cache.saves import Save
 from mlx_parallm.generation.kv_cache.stores import StoredBlock
 from mlx_parallm.generation.kv_cache.tiers import ArrivedBlock, Tiers
 from mlx_parallm.types.content import PendingContent
+from mlx_parallm.types.step import Moves
 from tests.dict_store import DictStore
 
 SIZE = 4
@@ -262,6 +263,36 @@ class Pool:
         assert self.kv.stored is not None
         chain = self.kv.stored.find(table, TOKENS[:num_tokens])
         return 0 if chain is None else len(chain.contents)
+
+
+def test_blocks_that_others_have_asked_for_are_saved_with_their_chain() -> None:
+    pool = Pool()
+    table = pool.compute(4 * SIZE)
+    assert table.lasting_root is not None
+    contents = [table.lasting_root + link for link in table.hashes]
+    for block, content in list(zip(table.blocks, contents, strict=True))[1:3]:
+        pool.tiers.saves.add(Save(block, content, b"", is_kept=False))
+    pool.kv.free(table)
+    pool.save_all()
+    assert [block.content for block in pool.store.puts] == contents
+    assert [block.parent for block in pool.store.puts] == [b"", *contents[:-1]]
+
+
+def test_a_busy_store_does_not_keep_others_from_what_they_ask_for() -> None:
+    two = Two()
+    tiers = two.tiers()
+    two.near.room = 0
+    for number in (1, 2):
+        tiers.saves.add(Save(number, b"%d" % number, b"", is_kept=number == 1))
+    assert tiers.can_save
+    assert tiers.add_saves(Moves()).saved == ((2, b"2"),)
+    two.near.busy = True
+    assert tiers.can_save
+    tiers.put(b"2", b"bytes")
+    assert not tiers.can_save
+    two.near.busy = False
+    two.near.room = 1
+    assert tiers.can_save
 
 
 def test_short_chains_are_neither_saved_nor_read() -> None:
