@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from functools import partial
 from pickle import PickleBuffer
 from typing import Protocol
 
@@ -131,7 +132,10 @@ class Exports:
                     target=self._make_filter, args=(self._filter,), name="kv-filter", daemon=True
                 )
                 make.start()
-            return self._filter
+            # A caller that cancels its answer leaves the others theirs.
+            answer: Future[bytes] = Future()
+            self._filter.add_done_callback(partial(_pass_on, answer))
+            return answer
 
     def _make_filter(self, answer: Future[bytes]) -> None:
         try:
@@ -254,6 +258,14 @@ def _leading(blocks: Sequence[Buffer | None]) -> Iterator[Buffer]:
         if block is None:
             return
         yield block
+
+
+def _pass_on(answer: Future[bytes], made: Future[bytes]) -> None:
+    if answer.set_running_or_notify_cancel():
+        if problem := made.exception():
+            answer.set_exception(problem)
+        else:
+            answer.set_result(made.result())
 
 
 def _settle(question: _Question) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -176,6 +177,24 @@ def test_blocks_are_read_before_they_are_evicted(kept: dict[bytes, bytes]) -> No
         server.turn()
     assert list(map(bytes, answer.result())) == list(kept.values())
     server.harness.drain()
+
+
+def test_who_needs_no_filter_any_more_takes_it_from_nobody(kept: dict[bytes, bytes]) -> None:
+    store = DictStore()
+    fill_store(store)
+    server, may_read = Server(store), threading.Event()
+    contents = server.exports.contents
+
+    def wait_and_read() -> Iterator[bytes]:
+        may_read.wait()
+        return contents()
+
+    server.exports.contents = wait_and_read  # type: ignore[method-assign]
+    first, second = server.exports.filter(), server.exports.filter()
+    first.cancel()
+    may_read.set()
+    assert second.result()[:UID_BYTES] == server.exports.uid
+    assert server.exports.filter().result() == second.result()
 
 
 def test_a_question_that_is_withdrawn_is_forgotten(kept: dict[bytes, bytes]) -> None:
