@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -64,6 +65,7 @@ class _Peer:
     Attributes:
         link: asks it.
         filter: what it may have.
+        missing: contents that it has not, although they are in the filter.
         seen_s: when that was read.
         open: when the latest piece of each fetch was asked for.
         problem: why it was not of use the last time; empty if it was.
@@ -72,6 +74,7 @@ class _Peer:
 
     link: Link
     filter: ContentFilter = field(default_factory=ContentFilter)
+    missing: set[bytes] = field(default_factory=set[bytes])
     seen_s: float = 0.0
     open: dict[PeerFetch, float] = field(default_factory=dict[PeerFetch, float])
     problem: str = ""
@@ -115,6 +118,7 @@ class Peers:
         self.wake = wake
         self._piece = max(1, min(MAX_BLOCKS, MAX_BYTES // num_bytes))
         self._peers: dict[str, _Peer] = {}
+        self._logged_s = -math.inf
         self.counts: Counter[str] = Counter()
         self.num_read = self.read_bytes = 0
 
@@ -122,7 +126,7 @@ class Peers:
         """Return how many leading contents a peer may have, and the name of the one with most."""
         now_s = self._clock()
         counts = [
-            (_count(peer.filter, contents), name)
+            (_count(peer, contents), name)
             for name, peer in list(self._peers.items())
             if now_s - peer.seen_s < STALE_S and not _is_stuck(peer, now_s)
         ]
@@ -147,12 +151,23 @@ class Peers:
         """Ask for nothing before the next ``refresh``."""
         for peer in list(self._peers.values()):
             peer.filter = ContentFilter()
+            peer.missing.clear()
 
     async def keep_refreshing(self, pause: Callable[[float], Awaitable[None]]) -> None:
         """Read filters until it is cancelled; ``pause`` waits for some seconds."""
         while True:
-            await self.refresh()
+            try:
+                await self.refresh()
+            except Exception as problem:  # noqa: BLE001 - asking goes on, whatever it was
+                self._log_failure(problem)
             await pause(REFRESH_S)
+
+    def _log_failure(self, problem: Exception) -> None:
+        """Log that no peer could be asked, if that was not done lately."""
+        now_s = self._clock()
+        if now_s - self._logged_s >= LOG_S:
+            self._logged_s = now_s
+            logger.error("peers could not be asked for KV", exc_info=problem)
 
     async def refresh(self) -> None:
         """Read the filters of all peers that are listed now."""
@@ -175,6 +190,7 @@ class Peers:
         elif answer[:UID_BYTES] == self._uid:
             self._note(peer, "it is this server itself")
         else:
+            peer.missing.clear()
             peer.filter, peer.seen_s = ContentFilter(answer[UID_BYTES:]), self._clock()
             peer.problem = ""
 
@@ -211,7 +227,9 @@ class Peers:
                 count = self._add(answer, piece, fetch)
                 self.wake()
                 if count < len(piece):
-                    self._lose(peer, "missing", len(contents) - len(fetch.blocks))
+                    # The filter may be wrong about it, and right about all others.
+                    peer.missing.add(piece[count])
+                    self.counts["missing"] += len(contents) - len(fetch.blocks)
                     return
         finally:
             del peer.open[fetch]
@@ -228,13 +246,12 @@ class Peers:
             count += 1
         return count
 
-    def _lose(self, peer: _Peer | None, reason: str, count: int, problem: str = "") -> None:
+    def _lose(self, peer: _Peer | None, reason: str, count: int, problem: str) -> None:
         """Count blocks that do not come, and ask the peer for nothing before the next refresh."""
         self.counts[reason] += count
         if peer is not None:
             peer.filter = ContentFilter()
-            if problem:
-                self._note(peer, problem)
+            self._note(peer, problem)
 
     def _note(self, peer: _Peer, problem: str) -> None:
         """Note why a peer is of no use now, and log it if that was not done lately."""
@@ -249,8 +266,11 @@ async def _blocks_of(link: Link, piece: Sequence[bytes]) -> bytes:
     return await link.read_blocks(piece)
 
 
-def _count(filter_: ContentFilter, contents: Sequence[bytes]) -> int:
-    return next((n for n, content in enumerate(contents) if content not in filter_), len(contents))
+def _count(peer: _Peer, contents: Sequence[bytes]) -> int:
+    for number, content in enumerate(contents):
+        if content not in peer.filter or content in peer.missing:
+            return number
+    return len(contents)
 
 
 def _is_stuck(peer: _Peer, now_s: float) -> bool:
