@@ -69,6 +69,7 @@ class ChainFetch:
         is_dropped: True if the stores were cleared meanwhile: nothing of it may be used.
         is_taken: True once its sequence runs.
         num_chances: plans of steps that began while it was awaited no longer.
+        places: tiers, and peers, that it is read from, which are of different speeds.
     """
 
     runs: Sequence[Run]
@@ -85,6 +86,10 @@ class ChainFetch:
     is_dropped: bool = False
     is_taken: bool = False
     num_chances: int = 0
+    places: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.places = frozenset(run.store.place(run.contents) for run in self._parts)
 
     @property
     def num_blocks(self) -> int:
@@ -104,11 +109,6 @@ class ChainFetch:
     @property
     def _parts(self) -> Sequence[Run]:
         return self.runs if self.state is None else (*self.runs, self.state)
-
-    @property
-    def places(self) -> frozenset[str]:
-        """The tiers that it is read from, which are of different speeds."""
-        return frozenset(run.store.tier for run in self._parts)
 
     @property
     def gives_parts(self) -> bool:
@@ -217,6 +217,10 @@ class ReadPace(UnitPace):
         self.retry_at_s = -math.inf
         self._retry_s = RETRY_S
 
+    def begin_trial(self, now_s: float) -> None:
+        """Let other reads wait for what is learnt of one that is begun."""
+        self.retry_at_s = now_s + self._retry_s
+
     def note(self, fetch: ChainFetch, num_read: int, waited_s: float, now_s: float) -> None:
         """Note a read that took so long, or was given up then; it has so many blocks and states."""
         is_late = not fetch.is_done
@@ -305,10 +309,16 @@ class FetchQueue:
         """Return True if a read is likely to be faster than computing, or was not tried lately."""
         pace = self._reading[fetch.places]
         read_s = pace.predict(fetch.size)
-        if read_s is None or fetch.compute_s is None or self._clock() > pace.retry_at_s:
+        if read_s is None or fetch.compute_s is None:
             return True
         most_s = math.inf if fetch.gives_parts else LONGEST_READ_S
-        return read_s < min(fetch.compute_s, most_s)
+        if read_s < min(fetch.compute_s, most_s):
+            return True
+        now_s = self._clock()
+        if now_s <= pace.retry_at_s:
+            return False
+        pace.begin_trial(now_s)
+        return True
 
     def take(self, fetch: ChainFetch) -> list[tuple[Buffer, str]]:
         """Return the result of a chain that is awaited no longer; ``release`` must follow."""

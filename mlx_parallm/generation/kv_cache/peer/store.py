@@ -37,6 +37,10 @@ class PeerStore(BlockStore):
         return fetch
 
     @override
+    def place(self, contents: Sequence[bytes]) -> str:
+        return f"{self.tier} {self._peers.find(contents)[1]}"
+
+    @override
     def put(self, block: StoredBlock) -> None:
         """Keep nothing: the peers compute for themselves."""
 

@@ -160,6 +160,42 @@ def test_no_read_takes_longer_than_a_bound(desk: Desk) -> None:
     assert not slow.is_awaited(0)
 
 
+def test_a_read_that_is_tried_again_is_tried_by_one(desk: Desk) -> None:
+    queue = desk.queue
+    queue.computing.observe(SIZE, 0.1)
+    slow = desk.begun(8)
+    desk.now_s = 5.0
+    desk.store.complete()
+    queue.take(slow)
+    queue.release(slow)
+    assert desk.add(8) is None
+    desk.now_s += RETRY_S + 1
+    trial = desk.begun(8)
+    assert desk.add(8) is None
+    assert desk.add(8) is None
+    # It was aborted: another one is tried later.
+    queue.release(trial)
+    assert desk.add(8) is None
+    desk.now_s += 2 * RETRY_S + 1
+    desk.begun(8)
+
+
+def test_each_place_has_a_pace_of_its_own(desk: Desk) -> None:
+    place = "slow"
+    desk.store.place = lambda _contents: place  # type: ignore[method-assign]
+    desk.queue.computing.observe(SIZE, 0.1)
+    slow = desk.begun(8)
+    desk.now_s = 5.0
+    desk.store.complete()
+    # What has it by now does not matter.
+    place = "fast"
+    desk.queue.take(slow)
+    desk.queue.release(slow)
+    desk.queue.release(desk.begun(8))
+    place = "slow"
+    assert desk.add(8) is None
+
+
 class Parts:
     """A read of 40 blocks of a store that gives parts."""
 

@@ -160,6 +160,43 @@ def test_a_filter_that_never_comes_ends_the_refresh() -> None:
     assert peers.problem == "it does not answer in time"
 
 
+def test_a_block_that_is_missing_costs_the_peer_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    here = dict(HERE)
+    peers = peers_of(link := DictLink(here))
+    gone = WANTED[70]
+    del here[gone]
+    assert read(peers, WANTED) == data(BLOCKS)[:70]
+    assert peers.find(WANTED) == (70, link.name)
+    assert peers.find(WANTED[71:]) == (79, link.name)
+    assert peers.counts == {"missing": 80}
+    assert not caplog.records
+    here[gone] = HERE[gone]
+    asyncio.run(peers.refresh())
+    assert read(peers, WANTED) == data(BLOCKS)
+
+
+def test_asking_goes_on_after_any_failure(caplog: pytest.LogCaptureFixture) -> None:
+    clock, link, failures = Time(), DictLink(HERE), 3
+
+    async def list_links() -> Sequence[DictLink]:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise UnicodeError("label empty or too long")
+        return [link]
+
+    async def pause(seconds: float) -> None:
+        if not failures and peers.find(WANTED)[0]:
+            raise asyncio.CancelledError
+        clock.now_s += seconds
+
+    peers = Peers(list_links, OWNER, SIZE, clock=clock)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(peers.keep_refreshing(pause))
+    assert len(caplog.records) == 1
+    assert peers.find(WANTED)[0] == 150
+
+
 def test_a_stale_filter_counts_as_empty() -> None:
     clock = Time()
     peers = peers_of(DictLink(HERE), clock=clock)
@@ -197,6 +234,10 @@ def test_what_is_no_filter_is_not_used(answer: bytes) -> None:
     assert peers_of(WrongLink(HERE)).find(WANTED) == (0, "")
 
 
+async def close_nothing() -> None:
+    """Close nothing."""
+
+
 class TestStore:
     """The store runs its peers on a thread of its own."""
 
@@ -222,6 +263,14 @@ class TestStore:
             store.clear()
         assert self.is_closed
         assert store.fetch(WANTED).is_done
+
+    def test_each_peer_is_a_place_of_its_own(self) -> None:
+        first = DictLink(dict(list(HERE.items())[:90]), "http://first:1")
+        second = DictLink(dict(list(HERE.items())[90:]), "http://second:1")
+        self.peers = peers_of(first, second)
+        with closing(PeerStore(self.peers, close_nothing)) as store:
+            places = [store.place(WANTED), store.place(WANTED[90:])]
+            assert places == ["peer http://first:1", "peer http://second:1"]
 
     def test_a_cancelled_fetch_ends(self) -> None:
         with closing(self.open(SlowLink(HERE))) as store:
