@@ -27,9 +27,12 @@ from mlx_parallm.types.json_values import is_object
 routes = Routes(SERVER)
 
 # SECRETS: the holder of one key must not see the others.
-SECRETS = frozenset({"api_keys", "admin_api_keys", "verifier_urls", "key"})
-# ADMIN_ONLY: only those who may change the server see where it keeps the files of all keys.
-ADMIN_ONLY = frozenset({"data_dir", "kv_disk"})
+SECRETS = frozenset({"api_keys", "admin_api_keys", "verifier_urls", "key", "peer_key"})
+# FILES, ADDRESSES: only those who may change the server see where it keeps the files of all keys,
+# and which other machines it asks.
+FILES = frozenset({"data_dir", "kv_disk", "peer_key_file"})
+ADDRESSES = frozenset({"urls", "prefill_url", "peers", "peer_url", "engines"})
+ADMIN_ONLY = FILES | ADDRESSES
 
 
 @routes.get("/server_info", response_model_exclude_none=True)

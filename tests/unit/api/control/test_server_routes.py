@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from starlette.datastructures import Headers
 
 from mlx_parallm.api.control.server.aborts import is_named
+from mlx_parallm.api.control.server.routes import SECRETS
 from mlx_parallm.api.http.auth import client_of
-from mlx_parallm.config import CacheConfig, EngineConfig, SchedulerConfig
+from mlx_parallm.config import CacheConfig, EngineConfig, KVPeersConfig, SchedulerConfig
 from mlx_parallm.engine.models import ModelMemory
 from mlx_parallm.engine.status import ModelStatus, Readiness
 from mlx_parallm.nets.model import NetModel
@@ -26,6 +28,9 @@ OPEN = ServerConfig()
 KEYS = ServerConfig(api_keys=("one-key", "two-key"))
 BOTH = ServerConfig(api_keys=("one-key", "two-key"), admin_api_keys=("admin-key",))
 ONLY_ADMIN = ServerConfig(admin_api_keys=("admin-key",))
+# PLACES: what only an admin sees, of ``test_only_an_admin_learns_where_files_are``.
+NAMES = ("place", "kv", "peer", "me", "engine", "key-file", "kv-peer", "gpu")
+PLACES = {f"secret-{name}" for name in NAMES}
 ERROR_KEYS = {"message", "type", "param", "code"}
 
 
@@ -161,15 +166,36 @@ async def test_server_info_tells_settings_and_no_keys(path: str, form: str) -> N
 async def test_only_an_admin_learns_where_files_are(
     config: ServerConfig, key: str, headers: dict[str, str], tells: bool, form: str
 ) -> None:
-    config = replace(config, data_dir="/srv/secret-place")
+    config = replace(
+        config,
+        data_dir="/srv/secret-place",
+        peers=("http://secret-peer:1",),
+        peer_url="http://secret-me:1",
+        engines=("secret-engine:1",),
+        peer_key_file=Path("/srv/secret-key-file"),
+    )
     engine = FakeEngine()
-    engine.engine_config = EngineConfig(cache=CacheConfig(kv_disk=Path("/srv/secret-kv")))
+    engine.engine_config = EngineConfig(
+        cache=CacheConfig(kv_disk=Path("/srv/secret-kv")),
+        kv_peers=KVPeersConfig(
+            urls=("http://secret-kv-peer:1",), prefill_url="http://secret-gpu:1"
+        ),
+    )
     path = f"/server_info?config_format={form}"
     response = await call(engine, config, "GET", path, key, headers=headers)
     assert response.status_code == 200
-    assert ("secret-place" in response.text) is tells
-    assert ("secret-kv" in response.text) is tells
+    assert set(re.findall("secret-[a-z-]+", response.text)) == (PLACES if tells else set())
     assert "kv_disk_bytes" in response.text
+
+
+def test_no_key_is_among_the_settings() -> None:
+    engine = EngineConfig()
+    parts = [ServerConfig(), engine, *(getattr(engine, each.name) for each in fields(engine))]
+    names = {
+        each.name for part in parts if is_dataclass(part) for each in fields(part) if not each.repr
+    }
+    assert {"peer_key", "key"} <= names
+    assert names <= SECRETS
 
 
 async def test_server_info_needs_a_key_and_a_known_form() -> None:
