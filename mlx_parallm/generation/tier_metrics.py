@@ -119,7 +119,7 @@ def _of_all_tiers(read: list[tuple[tuple[str, str], int, TiersStats]]) -> Iterat
     )
     for labels, num_missed, tiers in read:
         queries.add_metric(labels, num_missed)
-        hits.add_metric(labels, sum(tier.hit_tokens for tier in tiers.tiers))
+        hits.add_metric(labels, tiers.hit_tokens)
         reads.add_metric(labels, tiers.num_reads)
         late.add_metric(labels, tiers.num_late)
         waits.add_metric(labels, tiers.wait_s)

@@ -65,6 +65,12 @@ class TiersStats:
     num_unsaved: int = 0
     prefill: PrefillStats | None = None
 
+    @property
+    def hit_tokens(self) -> int:
+        """The prompt tokens whose KV came from any of them, or from the server that computes."""
+        elsewhere = 0 if self.prefill is None else self.prefill.hit_tokens
+        return elsewhere + sum(tier.hit_tokens for tier in self.tiers)
+
 
 @dataclass(frozen=True, slots=True)
 class ArrivedBlock:
@@ -246,8 +252,10 @@ class Tiers:
         ``fetches.release`` must follow.
         """
         arrived, state = self.fetches.take(fetch), list[ArrivedBlock]()
-        if self.prefiller is not None and any(tier == TIER for _, tier in arrived):
-            self.prefiller.used += 1
+        if self.prefiller is not None and any(run.store.tier == TIER for run in fetch.runs):
+            self.prefiller.used += any(tier == TIER for _, tier in arrived)
+            if not fetch.is_done:
+                self.prefiller.count_declined("late")
         if arrived and fetch.state is not None:
             data, tier = arrived.pop()
             state.append(ArrivedBlock(data, False, tier, is_state=True))

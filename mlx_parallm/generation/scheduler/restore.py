@@ -90,7 +90,7 @@ class Restorer:
             if elsewhere is not None:
                 if self._begin(sequence, table, elsewhere):
                     return sequence.is_blocked
-                self._tiers.prefiller.declined["slow"] += 1
+                self._tiers.prefiller.count_declined("slow")
         return chain is not None and self._begin(sequence, table, chain) and sequence.is_blocked
 
     def _elsewhere(

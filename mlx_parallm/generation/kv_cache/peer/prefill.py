@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -127,13 +128,14 @@ class Prefiller:
         self._owner = owner
         self._num_bytes = num_bytes
         self._clock = clock
+        self._lock = threading.Lock()
         self._rests_until_s = self._logged_s = -LOG_S
         self._thread = thread
 
     def offer(self, prompt: Prompt) -> BlockStore | None:
         """Return a store that has a prompt's blocks computed; None if they are computed here."""
         if self._clock() < self._rests_until_s:
-            self.declined["resting"] += 1
+            self.count_declined("resting")
             return None
         return _OfferedPrompt(self, prompt)
 
@@ -151,10 +153,6 @@ class Prefiller:
         computing = asyncio.create_task(self._compute(prompt))
         try:
             await self._read(computing, contents, fetch)
-        except asyncio.CancelledError:
-            # Its request ended, or computing takes no longer now.
-            self.declined["late"] += 1
-            raise
         except LinkError as problem:
             self._decline(problem.reason, str(problem))
         except BadFramesError as problem:
@@ -192,8 +190,13 @@ class Prefiller:
                 self._decline("missing", "it has not computed what it was asked for")
                 return
 
+    def count_declined(self, reason: str) -> None:
+        """Count a prompt that is computed here at least in part; any thread may call it."""
+        with self._lock:
+            self.declined[reason] += 1
+
     def _decline(self, reason: str, problem: str) -> None:
-        self.declined[reason] += 1
+        self.count_declined(reason)
         now_s = self._clock()
         self._rests_until_s = now_s + REST_S
         if now_s - self._logged_s >= LOG_S:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -251,7 +252,7 @@ def test_what_has_come_of_a_late_prompt_is_used(peer: Server) -> None:
         decoder.tiers.fetches.computing.observe(1, 0.02)
     decoder.complete(OTHER)
     assert len(thread.fetches) == 1
-    assert decoder.prefiller.declined == {"slow": 1}
+    assert decoder.prefiller.declined == {"late": 1, "slow": 1}
 
 
 @dataclass
@@ -322,6 +323,22 @@ def test_a_request_that_ends_while_its_peer_computes_leaves_nothing(peer: Server
     decoder.harness.abort("r")
     assert stopped
     decoder.harness.drain()
+    # The peer was not late.
+    assert not decoder.prefiller.declined
+
+
+async def test_a_prompt_whose_request_ends_is_not_late(peer: Server) -> None:
+    link = ServerLink(peer)
+    prefiller = Decoder(link).prefiller
+    prompt = Prompt(weights="w", token_ids=PROMPT)
+    reading = asyncio.ensure_future(prefiller.read(prompt, [b"x" * 32], PeerFetch()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert link.num_answers
+    reading.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await reading
+    assert not prefiller.declined
 
 
 def test_blocks_of_another_prompt_are_not_used(peer: Server) -> None:
