@@ -365,9 +365,12 @@ class Fleet:
 
 def _is_ahead(past: Past, state: MemberState, over: str | None) -> bool:
     """True if a server may still become like a peer; either may have changed meanwhile."""
-    if past.digest in (MIXED, state.digest) or state.knows(past.digest):
+    if past.digest in (MIXED, state.digest):
         return False
-    return state.is_mixed or past.knows(state.digest) or state.digest == over
+    if state.is_mixed:
+        # Any state is better than none, an earlier one too.
+        return True
+    return not state.knows(past.digest) and (past.knows(state.digest) or state.digest == over)
 
 
 def _without(problem: ParallmError) -> PeerSilentError:

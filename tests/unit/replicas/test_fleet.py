@@ -226,6 +226,20 @@ async def test_staged_bytes_are_freed_with_what_replaces_them() -> None:
             assert server.member.state.contents == {}
 
 
+@in_virtual_time
+async def test_a_server_that_stopped_half_way_takes_an_earlier_state_too() -> None:
+    async with fleet() as network:
+        await network.server(0).change(adapter(), b"one")
+        server = network.server(2)
+        server.member.state.leave(())
+        for peer in network.peers[:2]:
+            network.kill(peer)
+            network.start(peer)
+        await asyncio.sleep(5 * POLL_S)
+        check_alike(network)
+        assert server.host.adapters == {}
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_histories(seed: int) -> None:
     run_virtual(history(random.Random(seed)))
