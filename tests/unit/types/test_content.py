@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.types.content import (
+    PACKAGES,
     Identity,
     PendingContent,
     block_hash,
@@ -74,6 +75,11 @@ def test_kinds_of_devices_have_in_common_what_is_not_theirs() -> None:
             other = replace(IDENTITY, **{field: value}).across_devices()
             is_device = field in ("device", "attention", "choices")
             assert (other.digest == common) is is_device, field
+    for package in PACKAGES:
+        versions = dict.fromkeys(PACKAGES, "1")
+        first = replace(IDENTITY, versions=versions).across_devices()
+        other = replace(IDENTITY, versions=versions | {package: "2"}).across_devices()
+        assert (first.digest == other.digest) is (package == "numpy")
     drafted = replace(IDENTITY, choices={**IDENTITY.choices, "draft": ("config", "code")})
     assert drafted.across_devices().digest != common
 
