@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mlx_parallm.api.http.auth import is_loopback_host
 from mlx_parallm.config import EngineConfig, KVPeersConfig
 from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import ConfigError
@@ -34,6 +35,8 @@ def checked_peers(engine: EngineConfig, server: ServerConfig) -> KVPeersConfig:
             "--kv-serve cannot be used with --data-parallel-size or --engine: a peer could not "
             "know which engine has a prefix. Serve one engine, or share --kv-disk."
         )
+    if peers.is_served:
+        _check_admin(server)
     # Servers without peers do not import an HTTP client.
     from mlx_parallm.replicas.peers import parse_peer, parse_peers  # noqa: PLC0415
 
@@ -43,3 +46,19 @@ def checked_peers(engine: EngineConfig, server: ServerConfig) -> KVPeersConfig:
         parse_peer(peers.prefill_url, PREFILL_FLAG)
     keys = filter(None, (server.peer_key, *server.admin_api_keys, *server.api_keys))
     return replace(peers, key=next(keys, None))
+
+
+def _check_admin(server: ServerConfig) -> None:
+    """Raise ConfigError if clients could read KV, which shows what prompts are cached.
+
+    Without an admin key their keys may do what an admin may.
+    """
+    if server.admin_api_keys:
+        return
+    # A socket that is passed was bound elsewhere.
+    is_local = server.fd is not None or is_loopback_host(server.host)
+    if server.api_keys or not is_local:
+        raise ConfigError(
+            "--kv-serve needs --admin-api-key: KV shows the prompts of all clients. Without any "
+            "key it can be used on a loopback address only, such as --host 127.0.0.1."
+        )

@@ -37,6 +37,20 @@ def test_peers_are_sent_the_admin_key(keys: dict[str, Any], wanted: str | None) 
 
 
 @pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"host": "localhost"},
+        {"host": "::1"},
+        {"host": "0.0.0.0", "admin_api_key": ["k"]},
+        {"host": "0.0.0.0", "api_key": ["k"], "admin_api_key": ["a"]},
+    ],
+)
+def test_kv_is_served_to_admins_and_on_this_machine(values: dict[str, Any]) -> None:
+    assert configured(kv_serve=True, **values).is_served
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"kv_peers": ["10.0.0.2"]}, "--kv-peers: '10.0.0.2' is not the address"),
@@ -47,6 +61,9 @@ def test_peers_are_sent_the_admin_key(keys: dict[str, Any], wanted: str | None) 
         ({"kv_serve": True, "data_parallel_size": 2}, "cannot be used with --data-parallel-size"),
         ({"kv_serve": True, "engine": ["10.0.0.3:1"]}, "cannot be used with"),
         ({"peer_key": "k"}, "--peer-key needs"),
+        ({"kv_serve": True, "api_key": ["k"]}, "--kv-serve needs --admin-api-key"),
+        ({"kv_serve": True, "host": "0.0.0.0"}, "--kv-serve needs --admin-api-key"),
+        ({"kv_serve": True, "host": "10.0.0.2"}, "--kv-serve needs --admin-api-key"),
         ({"kv_serve": True, "enable_prefix_caching": False}, "--kv-serve shares cached prefixes"),
         ({"prefill_peer": PEER, "enable_prefix_caching": False}, "--prefill-peer shares"),
     ],
