@@ -51,15 +51,15 @@ class PacedProxy:
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        with contextlib.suppress(OSError), client:
-            server = socket.create_connection(("127.0.0.1", self.target))
+        address = ("127.0.0.1", self.target)
+        with contextlib.suppress(OSError), client, socket.create_connection(address) as server:
             back = threading.Thread(target=self._send_back, args=(server, client), daemon=True)
             back.start()
-            while data := client.recv(CHUNK):
-                server.sendall(data)
-            server.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):
+                while data := client.recv(CHUNK):
+                    server.sendall(data)
+                server.shutdown(socket.SHUT_WR)
             back.join()
-            server.close()
 
     def _send_back(self, server: socket.socket, client: socket.socket) -> None:
         with contextlib.suppress(OSError):
