@@ -23,8 +23,13 @@ SILENT_S = 4.0
 RETRY_S = 30.0
 # MOST_RETRY_S: most seconds: the time doubles while reading stays slower than computing.
 MOST_RETRY_S = 600.0
-# MOST_CUT: a read that was given up counts as at most so many times as long as it took.
-MOST_CUT = 4
+# MOST_SLOW: a read that was given up counts as at most so many times as long as computing.
+MOST_SLOW = 2.0
+# LOOK_SHARE: share of the time of computing after which a read that is too slow is given up, where
+# what has come says so.
+LOOK_SHARE = 0.1
+# LEAST_LOOK_S: seconds that it has in any case, in which a busy peer answers.
+LEAST_LOOK_S = 0.5
 # NEW: share of a new measurement in an average.
 NEW = 0.3
 
@@ -139,11 +144,29 @@ class ChainFetch:
             return self.asked_s + max(LONGEST_READ_S, self.compute_s or 0.0)
         if not self.gives_parts:
             return self.begin_s + min(LONGEST_READ_S, self.compute_s or LONGEST_READ_S)
+        look_s = self._look_s
+        if look_s is not None and (self.clock() < look_s or self._is_behind):
+            return look_s
         if self.compute_s is None:
             silent_s = max(self.begin_s, self.came_s) + SILENT_S
             return min(self.begin_s + LONGEST_READ_S, silent_s)
         latest_s = self.came_s + self.compute_s * self.num_latest / self.num_blocks
         return max(self.begin_s + self.compute_s, latest_s)
+
+    @property
+    def _look_s(self) -> float | None:
+        """The time at which it is seen how fast a read is; None if it cannot be seen."""
+        is_steady = self.state is None and all(run.store.is_steady for run in self.runs)
+        if not is_steady or self.compute_s is None:
+            return None
+        after_s = max(LEAST_LOOK_S, LOOK_SHARE * self.compute_s)
+        return self.begin_s + min(LONGEST_READ_S, after_s) if after_s < self.compute_s else None
+
+    @property
+    def _is_behind(self) -> bool:
+        """True if computing would be done before what is read as fast as what has come."""
+        came_s = (self.came_s - self.begin_s) * self.num_blocks
+        return not self.num_came or came_s > (self.compute_s or math.inf) * self.num_came
 
     def is_awaited(self, position: int) -> bool:
         """See ``Arrival``: it is neither read nor late."""
@@ -227,9 +250,11 @@ class ReadPace(UnitPace):
         if not num_read and not is_late:
             # What could not be read says nothing of the pace.
             return
-        share = num_read / fetch.num_entries or 1.0
         # All of it would have taken so long.
-        whole_s = waited_s / max(share, 1 / MOST_CUT)
+        whole_s = waited_s * fetch.num_entries / num_read if num_read else waited_s
+        if is_late and fetch.compute_s is not None:
+            slow_s = MOST_SLOW * fetch.compute_s if fetch.gives_parts else waited_s
+            whole_s = min(whole_s, slow_s) if num_read else slow_s
         self.observe(fetch.size, whole_s)
         is_slow = fetch.compute_s is not None and whole_s >= fetch.compute_s
         is_slow |= is_late and not num_read

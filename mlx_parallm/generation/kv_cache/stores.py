@@ -89,11 +89,13 @@ class BlockStore(Protocol):
         tier: what the place is called in metrics.
         is_own: False if its blocks are those of other servers.
         gives_parts: True if what a fetch has so far may be used before it is done.
+        is_steady: True if that also says how long the rest takes.
     """
 
     tier: str
     is_own: bool = True
     gives_parts: bool = False
+    is_steady: bool = False
 
     def find(self, contents: Sequence[bytes]) -> int:
         """Return how many leading ones of these contents are here, and count them as used.

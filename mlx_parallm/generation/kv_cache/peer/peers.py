@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mlx_parallm.generation.kv_cache.peer.exports import MAX_BLOCKS, MAX_BYTES, UID_BYTES
@@ -30,6 +30,8 @@ STUCK_S = 2.0
 LOG_S = 60.0
 # AHEAD: pieces of a chain that are asked for at once, so that one is read while another is sent.
 AHEAD = 2
+# FIRST_PIECE: blocks of the first piece of a chain.
+FIRST_PIECE = 8
 
 #: ``Links``: returns the ways to all peers that are listed now.
 Links = Callable[[], Awaitable[Sequence[Link]]]
@@ -212,8 +214,7 @@ class Peers:
             self.wake()
 
     async def _read(self, peer: _Peer, contents: Sequence[bytes], fetch: PeerFetch) -> None:
-        starts = range(0, len(contents), self._piece)
-        waiting = deque(contents[start : start + self._piece] for start in starts)
+        waiting = deque(_pieces(contents, self._piece))
         begun = deque[tuple[Sequence[bytes], asyncio.Task[bytes]]]()
         try:
             while waiting or begun:
@@ -264,6 +265,18 @@ class Peers:
 
 async def _blocks_of(link: Link, piece: Sequence[bytes]) -> bytes:
     return await link.read_blocks(piece)
+
+
+def _pieces(contents: Sequence[bytes], most: int) -> Iterator[Sequence[bytes]]:
+    """Yield consecutive pieces, each up to twice as large as the one before.
+
+    The first ones soon show how fast the link is.
+    """
+    start, size = 0, min(FIRST_PIECE, most)
+    while start < len(contents):
+        yield contents[start : start + size]
+        start += size
+        size = min(2 * size, most)
 
 
 def _count(peer: _Peer, contents: Sequence[bytes]) -> int:

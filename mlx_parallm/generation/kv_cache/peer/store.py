@@ -18,6 +18,7 @@ class PeerStore(BlockStore):
     tier = "peer"
     is_own = False
     gives_parts = True
+    is_steady = True
 
     def __init__(self, peers: Peers, close: Close) -> None:
         """Start; ``close`` ends the links to the peers."""

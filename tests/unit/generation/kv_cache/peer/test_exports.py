@@ -79,7 +79,7 @@ def test_blocks_can_be_sent_to_another_process(kept: dict[bytes, bytes]) -> None
     store = DictStore()
     fill_store(store)
     # The device's blocks are views, which cannot be pickled as they are.
-    store.blocks = {content: memoryview(data) for content, data in store.blocks.items()}
+    store.blocks.update({content: memoryview(data) for content, data in store.blocks.items()})
     server = Server(store)
     answer = server.exports.ask(list(kept))
     server.turn()

@@ -40,7 +40,7 @@ def test_a_chain_comes_in_pieces_and_in_order() -> None:
     link = DictLink(HERE)
     peers = peers_of(link)
     assert read(peers, WANTED) == data(BLOCKS)
-    assert [len(piece) for piece in link.pieces] == [64, 64, 22]
+    assert [len(piece) for piece in link.pieces] == [8, 16, 32, 64, 30]
     assert (peers.num_read, peers.read_bytes) == (150, 150 * SIZE)
     assert not peers.counts
     assert not peers.problem
@@ -79,8 +79,8 @@ def silent(_answer: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("fault", "least", "reason"),
     [
-        (cut, 20, "damaged"),
-        (garbled, 63, "damaged"),
+        (cut, 2, "damaged"),
+        (garbled, 7, "damaged"),
         (lambda _: b"<html>nothing here</html>", 0, "damaged"),
         (lambda _: b"", 0, "damaged"),
         (lambda answer: answer[:24], 0, "missing"),
@@ -99,7 +99,7 @@ def test_a_faulty_answer_gives_its_leading_good_blocks(
     for _ in range(3):
         blocks = read(peers, WANTED)
         assert blocks == data(BLOCKS)[: len(blocks)]
-        assert least <= len(blocks) < 64
+        assert least <= len(blocks) < 8
         assert peers.counts[reason] > 0
         # It is not asked before it has answered again.
         assert peers.find(WANTED) == (0, "")
@@ -143,8 +143,8 @@ def test_a_peer_that_stops_answering_gives_what_came_until_the_deadline() -> Non
         runner.run(peers.read("http://peer:1", WANTED, fetch))
         skipped_s = runner.get_loop().skipped_s  # type: ignore[attr-defined]
     assert fetch.is_done
-    assert list(fetch.result()) == data(BLOCKS)[:64]
-    assert peers.counts == {"late": 150 - 64}
+    assert list(fetch.result()) == data(BLOCKS)[:8]
+    assert peers.counts == {"late": 150 - 8}
     assert abs(skipped_s - peers_module.FETCH_S) < 1.0
 
 
@@ -280,6 +280,6 @@ class TestStore:
             fetch.cancel()
             while not fetch.is_done:
                 pass
-            assert list(fetch.result()) == data(BLOCKS)[:64]
+            assert list(fetch.result()) == data(BLOCKS)[:8]
             # A fetch that was cancelled is no fault of the peer.
             assert not store.stats.discarded

@@ -15,7 +15,6 @@ from mlx_parallm.generation.kv_cache.peer.exports import ANSWER_S
 from mlx_parallm.generation.kv_cache.peer.link import LinkError
 from mlx_parallm.generation.kv_cache.peer.peers import PeerFetch
 from mlx_parallm.generation.kv_cache.peer.prefill import REST_S, Prefiller, PrefillLink, Prompt
-from mlx_parallm.types.content import Buffer
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.work import CacheScope
 from tests.kv_peers import OWNER, frames
@@ -34,7 +33,7 @@ from tests.unit.generation.scheduler.test_restore import (
 BLOCK_BYTES = 400
 
 
-def padded(block: Buffer) -> bytes:
+def padded(block: Any) -> bytes:
     return bytes(block).ljust(BLOCK_BYTES)
 
 
@@ -101,7 +100,7 @@ class ServerLink(PrefillLink):
                 break
             self.server.turn()
             await asyncio.sleep(0)
-        blocks = answer.result() if answer.done() else []
+        blocks: Sequence[Any] = answer.result() if answer.done() else []
         pairs = zip(contents, map(padded, blocks), strict=False)
         return self.change(frames(list(pairs)))
 
