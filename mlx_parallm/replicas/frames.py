@@ -23,7 +23,8 @@ def pack_head(entry: Entry) -> bytes:
 
 async def pieces(head: bytes, content: Content | None) -> AsyncGenerator[bytes]:
     """Yield the body with a change in pieces."""
-    yield head
+    if head:
+        yield head
     view = memoryview(content or b"")
     for start in range(0, len(view), PIECE_BYTES):
         yield bytes(view[start : start + PIECE_BYTES])

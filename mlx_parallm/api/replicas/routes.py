@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, Query, Request, Response
+from fastapi.responses import StreamingResponse
 
 from mlx_parallm import __version__
 from mlx_parallm.api.http.declared import FORM_BYTES, Access, BodyLimit, Kept
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.replicas.frames import MAX_HEAD_BYTES, FrameReader
+from mlx_parallm.replicas.frames import MAX_HEAD_BYTES, FrameReader, pieces
 from mlx_parallm.replicas.peers import RELEASE_HEADER, other_release
 from mlx_parallm.replicas.transport import StateQuery
 from mlx_parallm.types.errors import ConflictError
@@ -76,8 +77,9 @@ async def peer_journal(replicas: ReplicasDep) -> dict[str, Any]:
 async def read_content(digest: str, replicas: ReplicasDep) -> Response:
     """Return the tensors of a change in the journal, by their SHA-256."""
     part: Replicas = replicas
-    content = memoryview(part.member.content(digest))
-    return Response(content, media_type=BINARY, headers={RELEASE_HEADER: __version__})
+    content = part.member.content(digest)
+    headers = {RELEASE_HEADER: __version__, "content-length": str(len(content))}
+    return StreamingResponse(pieces(b"", content), media_type=BINARY, headers=headers)
 
 
 @routes.post("/v1/peers/stage", body_limit=CHANGE, include_in_schema=False)
