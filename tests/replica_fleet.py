@@ -49,6 +49,8 @@ class FakeStaged:
         self._host.num_staged -= 1
         if self._head["kind"] not in DECIDED_FIRST:
             await asyncio.sleep(self._host.delay_s)
+        elif self._host.requests_end is not None:
+            await self._host.requests_end.wait()
         return self._host.carry_out(self._head, content_digest(self._content or b""))
 
     async def drop(self) -> None:
@@ -67,6 +69,7 @@ class FakeHost:
         self.num_staged = 0
         self.refuses = False
         self.delay_s = 0.0
+        self.requests_end: asyncio.Event | None = None
 
     async def stage(self, head: Head, content: Content | None) -> FakeStaged:
         await asyncio.sleep(self.delay_s)
@@ -85,6 +88,8 @@ class FakeHost:
                 self.weights |= dict.fromkeys(head["names"], content)
                 self.label = head["version"]
                 self.labels.note("weights", self.label, str(sorted(self.weights.items())))
+            case "unload_model":
+                pass
             case "pause" | "resume":
                 self.is_paused = head["kind"] == "pause"
             case kind:

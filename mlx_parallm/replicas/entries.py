@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.json_values import is_object
+from mlx_parallm.types.json_values import is_list, is_object
 
 #: ``Head``: a change as JSON, without its tensors: "kind" and the kind's own fields.
 Head = Mapping[str, Any]
@@ -25,9 +25,10 @@ PAUSE, RESUME = "pause", "resume"
 SLEEP, WAKE = "sleep", "wake"
 EMPTY_CACHES = "empty_caches"
 LOAD_MODEL, UNLOAD_MODEL = "load_model", "unload_model"
+KEEP = "keep"
 #: DECIDED_FIRST: changes that cannot fail, and whose end may take as long as requests do: a fleet
 #: counts them as committed before.
-DECIDED_FIRST = frozenset({PAUSE, SLEEP})
+DECIDED_FIRST = frozenset({PAUSE, SLEEP, UNLOAD_MODEL})
 _ADAPTERS = frozenset({LOAD_ADAPTER, UNLOAD_ADAPTER})
 _WEIGHTS = frozenset({UPDATE_WEIGHTS, LABEL_WEIGHTS})
 _SLEEPS = frozenset({SLEEP, WAKE})
@@ -90,12 +91,55 @@ class Entry:
                 isinstance(number, int)
                 and isinstance(parent, str)
                 and is_object(head)
-                and isinstance(head.get("kind"), str)
+                and _is_head(head)
                 and (content is None or isinstance(content, str))
                 and isinstance(coordinator, str)
             ):
                 return Entry(number, parent, head, content, coordinator)
         raise InvalidRequestError("This is no change of a fleet.", param="entry")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_label(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int)
+
+
+def _are_texts(value: Any) -> bool:
+    return is_list(value) and all(isinstance(each, str) for each in value)
+
+
+# _FIELDS: what a journal reads of a change of each kind; the codec checks the rest.
+_FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
+    LOAD_ADAPTER: {"name": _is_text, "model": _is_text, "version": _is_label, "evicted": _is_label},
+    UNLOAD_ADAPTER: {"name": _is_text},
+    UPDATE_WEIGHTS: {
+        "model": _is_text,
+        "version": _is_label,
+        "folder": _is_label,
+        "names": _are_texts,
+    },
+    LABEL_WEIGHTS: {"model": _is_text, "version": _is_text},
+    PAUSE: {"mode": _is_text},
+    RESUME: {},
+    SLEEP: {"level": _is_number, "mode": _is_text},
+    WAKE: {"tags": _are_texts},
+    EMPTY_CACHES: {},
+    LOAD_MODEL: {"name": _is_text, "model": _is_text},
+    UNLOAD_MODEL: {"name": _is_text},
+}
+
+
+def _is_head(head: Mapping[str, Any]) -> bool:
+    kind = head.get("kind")
+    fields = _FIELDS.get(kind) if isinstance(kind, str) else None
+    return fields is not None and all(check(head.get(name)) for name, check in fields.items())
 
 
 #: ``Journal``: the entries that a fresh server needs to be like the others, in their order.
@@ -192,6 +236,9 @@ def _restoring(entry: Entry, steps: Sequence[Entry]) -> Head:
     head = entry.head
     if entry.kind == LOAD_ADAPTER:
         return {**head, "expected_version": None, "replaces": True}
+    if entry.kind in (PAUSE, SLEEP):
+        # Requests here do not keep the server from becoming like the others.
+        return {**head, "mode": KEEP}
     if entry.kind != UPDATE_WEIGHTS:
         return head
     last = [

@@ -261,7 +261,7 @@ class Fleet:
             await self._tried(self.become(target))
 
     async def _commit_staged(self, staged: Entry) -> None:
-        await self.member.commit(staged.digest)
+        await self.member.commit_staged(staged)
         await self.member.host.settle()
 
     async def become(self, peer: Peer, *, over: str | None = None) -> None:

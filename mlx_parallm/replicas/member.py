@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from mlx_parallm.replicas.entries import (
     DECIDED_FIRST,
     GENESIS,
     MIXED,
+    UNLOAD_MODEL,
     Entry,
     Journal,
     Step,
@@ -148,6 +149,8 @@ class Member:
         self._held: _Held | None = None
         self._is_moving = False
         self._freed = asyncio.Event()
+        # Changes that count already, and end with requests.
+        self._ending: set[asyncio.Future[Any]] = set()
 
     @property
     def staged(self) -> Entry | None:
@@ -302,7 +305,27 @@ class Member:
 
     async def carry_out(self, head: Mapping[str, Any], content: Content | None) -> None:
         """Stage a change at the host and commit it, within ``moving``."""
-        await (await self.host.stage(head, content)).commit()
+        committing = (await self.host.stage(head, content)).commit()
+        if head["kind"] == UNLOAD_MODEL:
+            # It ends with the requests of its model; the fleet does not wait for these either.
+            self._end_later(committing)
+        else:
+            await committing
+
+    async def commit_staged(self, entry: Entry) -> None:
+        """``commit`` a change that others have committed; return once it counts here, too."""
+        committing = self.commit(entry.digest)
+        if entry.kind in DECIDED_FIRST:
+            self._end_later(committing)
+            await asyncio.sleep(0)
+        else:
+            await committing
+
+    def _end_later(self, work: Coroutine[Any, Any, Any]) -> None:
+        ending = asyncio.ensure_future(work)
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+        ending.add_done_callback(_report)
 
     def content(self, digest: str) -> Content:
         """Return the tensors of a change of the journal; raise NotFoundError if there are none."""
@@ -361,6 +384,6 @@ def content_digest(content: Content) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _report(done: asyncio.Future[None]) -> None:
+def _report(done: asyncio.Future[Any]) -> None:
     if not done.cancelled() and isinstance(problem := done.exception(), ParallmError):
-        logger.warning("a staged change could not be dropped: %s", problem)
+        logger.warning("a change did not end well: %s", problem)

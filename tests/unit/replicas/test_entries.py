@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.replicas.entries import Entry, Head, Journal, journaled, way
+from mlx_parallm.types.errors import InvalidRequestError
 
 LOAD: Head = {"kind": "load_adapter", "name": "a", "model": "m", "version": "1"}
 INSTEAD: Head = {**LOAD, "name": "b", "evicted": "a"}
@@ -72,6 +73,33 @@ def journal(*heads: Head, start: int = 1) -> Journal:
 )
 def test_the_journal_has_what_still_counts(heads: list[Head], lasting: list[Head]) -> None:
     assert [entry.head for entry in journal(*heads)] == lasting
+
+
+FIELDS = [(head, name) for head in (LOAD, UNLOAD, FOLDER, LABEL, PAUSE, MODEL) for name in head]
+
+
+@pytest.mark.parametrize(("head", "name"), FIELDS)
+@pytest.mark.parametrize("value", [5, [], {}, [5]])
+def test_journals_have_no_heads_with_wrong_fields(head: Head, name: str, value: object) -> None:
+    entry = Entry(1, "", head, None, "http://a:1")
+    if name != "clear_cache" and (name, value) != ("names", []):
+        broken = entry.to_json() | {"head": {**head, name: value}}
+        with pytest.raises(InvalidRequestError):
+            Entry.from_json(broken)
+
+
+@pytest.mark.parametrize(
+    "head", [{"kind": "base_weights", "model": "m"}, {"kind": "wake"}, {"kind": "sleep"}, {}]
+)
+def test_other_heads_are_refused(head: Head) -> None:
+    entry = Entry(1, "", LOAD, None, "http://a:1").to_json() | {"head": head}
+    with pytest.raises(InvalidRequestError):
+        Entry.from_json(entry)
+
+
+@pytest.mark.parametrize("head", [{**PAUSE, "mode": "wait"}, {**sleep(1), "mode": "wait"}])
+def test_a_server_that_comes_late_waits_for_no_requests(head: Head) -> None:
+    assert [step.head for step in way((), journal(head))] == [{**head, "mode": "keep"}]
 
 
 def steps(own: Journal, target: Journal) -> list[Any]:
