@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
 import threading
 import time
@@ -10,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pickle import PickleBuffer
 from typing import Protocol
 
@@ -68,7 +69,7 @@ class Exports:
 
     Attributes:
         owner: digest of the model's ``Identity``: only a server with the same may ask.
-        uid: names this server, so that it finds out that a peer is itself.
+        uid: names this process, so that it finds out that a peer is itself.
         wake: wakes the engine thread.
     """
 
@@ -77,7 +78,7 @@ class Exports:
     ) -> None:
         """Prepare; ``clock`` returns seconds."""
         self.owner = owner
-        self.uid = secrets.token_bytes(UID_BYTES)
+        self.uid = _uid_of(os.getpid())
         self.wake: Callable[[], None] = lambda: None
         self._clock = clock
         self._most = max(1, min(MAX_BLOCKS, MAX_BYTES // block_bytes))
@@ -251,6 +252,13 @@ class Exports:
             return True
         missing = question.blocks.index(None) if None in question.blocks else None
         return missing is not None and question.contents[missing] in self._places.saves
+
+
+@cache
+def _uid_of(pid: int) -> bytes:
+    """Return what all models of a process have in common, and those of a fork have not."""
+    del pid
+    return secrets.token_bytes(UID_BYTES)
 
 
 def _leading(blocks: Sequence[Buffer | None]) -> Iterator[Buffer]:

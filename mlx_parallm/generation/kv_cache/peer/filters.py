@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 #: ``FILTER_BYTES``: with 100,000 blocks, one of 12 that are not there seems to be there.
@@ -47,6 +47,14 @@ def filter_bytes(contents: Iterable[bytes]) -> bytes:
         for place in _positions(content):
             bits[place >> 3] |= 1 << (place & 7)
     return bytes(bits)
+
+
+def union_of(filters: Sequence[bytes]) -> bytes:
+    """Return the filter of all contents of filters."""
+    bits = 0
+    for each in filters:
+        bits |= int.from_bytes(each)
+    return bits.to_bytes(FILTER_BYTES)
 
 
 def _positions(content: bytes) -> Iterator[int]:
