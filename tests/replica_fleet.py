@@ -62,14 +62,19 @@ class FakeHost:
 
     def __init__(self, labels: Labels) -> None:
         self.labels = labels
-        self.adapters: dict[str, tuple[str, str]] = {}
-        self.weights: dict[str, str] = {}
-        self.label = "0"
-        self.is_paused = False
         self.num_staged = 0
         self.refuses = False
         self.delay_s = 0.0
         self.requests_end: asyncio.Event | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Be as the engines are once they were started anew."""
+        self.adapters: dict[str, tuple[str, str]] = {}
+        self.weights: dict[str, str] = {}
+        self.label = "0"
+        self.is_paused = self.is_asleep = False
+        self.loaded: set[str] = set()
 
     async def stage(self, head: Head, content: Content | None) -> FakeStaged:
         await asyncio.sleep(self.delay_s)
@@ -85,17 +90,29 @@ class FakeHost:
             case "unload_adapter":
                 self.adapters.pop(head["name"], None)
             case "update_weights":
-                self.weights |= dict.fromkeys(head["names"], content)
-                self.label = head["version"]
-                self.labels.note("weights", self.label, str(sorted(self.weights.items())))
-            case "unload_model":
-                pass
+                if head["folder"] is None:
+                    self.weights |= dict.fromkeys(head["names"], content)
+                else:
+                    self.weights = {"folder": head["folder"]}
+                self._label(head["version"])
+            case "label_weights":
+                self._label(head["version"])
             case "pause" | "resume":
                 self.is_paused = head["kind"] == "pause"
+            case "sleep" | "wake":
+                self.is_asleep = head["kind"] == "sleep"
+            case "load_model":
+                self.loaded.add(head["name"])
+            case "unload_model":
+                self.loaded.discard(head["name"])
             case kind:
                 assert kind == BASE_WEIGHTS
                 self.weights, self.label = {}, "0"
         return head.get("version")
+
+    def _label(self, label: str) -> None:
+        self.label = label
+        self.labels.note("weights", label, str(sorted(self.weights.items())))
 
     async def settle(self) -> None:
         """Return at once: this server is one process."""
@@ -107,11 +124,13 @@ class FakeHost:
         return {}
 
     def largest_label(self) -> int:
-        return 0
+        labels = [self.label, *(label for label, _ in self.adapters.values())]
+        return max((int(label) for label in labels if label.isdecimal()), default=0)
 
     @property
     def facts(self) -> Any:
-        return self.adapters, self.weights, self.label, self.is_paused
+        states = self.is_paused, self.is_asleep, self.loaded
+        return self.adapters, self.weights, self.label, states
 
 
 class Server:
@@ -275,6 +294,10 @@ def adapter(name: str = "a") -> Head:
         "expected_version": None,
         "replaces": True,
     }
+
+
+def from_folder(folder: str) -> Head:
+    return {**update(), "folder": folder, "mark": folder, "names": ()}
 
 
 def update(*names: str) -> Head:

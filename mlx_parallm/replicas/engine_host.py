@@ -21,7 +21,7 @@ from mlx_parallm.engine.changes import (
 )
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.replicas.codec import Folders, decode, encode, known_digest
-from mlx_parallm.replicas.entries import Head
+from mlx_parallm.replicas.entries import Head, number_of
 from mlx_parallm.replicas.fan_out import FanOut, Proposal
 from mlx_parallm.replicas.host import Content
 from mlx_parallm.replicas.reached import REACHED
@@ -29,7 +29,6 @@ from mlx_parallm.replicas.room import AdapterRoom
 from mlx_parallm.replicas.served import ServedModels
 
 R = TypeVar("R")
-MAX_DIGITS = 15
 
 
 class EngineHost:
@@ -69,12 +68,7 @@ class EngineHost:
     def largest_label(self) -> int:
         """See ``Host``."""
         labels = (label for named in self.versions().values() for label in named.values())
-        numbers = (int(label) for label in labels if _is_number(label))
-        return max(numbers, default=0)
-
-
-def _is_number(label: str) -> bool:
-    return label.isascii() and label.isdecimal() and len(label) <= MAX_DIGITS
+        return max(map(number_of, labels), default=0)
 
 
 class FleetChanges:

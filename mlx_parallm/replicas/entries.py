@@ -26,6 +26,8 @@ SLEEP, WAKE = "sleep", "wake"
 EMPTY_CACHES = "empty_caches"
 LOAD_MODEL, UNLOAD_MODEL = "load_model", "unload_model"
 KEEP = "keep"
+# MAX_DIGITS: of a label that counts as a number.
+MAX_DIGITS = 15
 #: DECIDED_FIRST: changes that cannot fail, and whose end may take as long as requests do: a fleet
 #: counts them as committed before.
 DECIDED_FIRST = frozenset({PAUSE, SLEEP, UNLOAD_MODEL})
@@ -70,6 +72,11 @@ class Entry:
     def label(self) -> str | None:
         """Return the label of the version that it makes; None if it makes none."""
         return self.head.get("version")
+
+    @property
+    def highest(self) -> int:
+        """Return the largest number that no later change may have: its own, or its label."""
+        return max(self.number, number_of(self.label or ""))
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON; see ``from_json``."""
@@ -140,6 +147,12 @@ def _is_head(head: Mapping[str, Any]) -> bool:
     kind = head.get("kind")
     fields = _FIELDS.get(kind) if isinstance(kind, str) else None
     return fields is not None and all(check(head.get(name)) for name, check in fields.items())
+
+
+def number_of(label: str) -> int:
+    """Return the number that a label is; 0 if it is none."""
+    is_number = label.isascii() and label.isdecimal() and len(label) <= MAX_DIGITS
+    return int(label) if is_number else 0
 
 
 #: ``Journal``: the entries that a fresh server needs to be like the others, in their order.

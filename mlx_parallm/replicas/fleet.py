@@ -276,7 +276,7 @@ class Fleet:
         async with self.member.moving() as state:
             if not _is_ahead(past, state, over):
                 return
-            state.seen = max(state.seen, past.number, *(entry.number for entry in past.journal))
+            state.seen = max(state.seen, past.number, past.seen)
             for step in state.leave(past.journal):
                 content = None if step.entry is None else await self._content(peer, step.entry)
                 await self.member.carry_out(step.head, content)

@@ -114,12 +114,13 @@ class MemberState:
         """Note that a change was carried out."""
         if entry.content is not None and content is not None:
             self.contents[entry.content] = content
-        self.move(Past(entry.number, entry.digest, journaled(self.journal, entry)))
+        journal = journaled(self.journal, entry)
+        self.move(Past(entry.number, entry.digest, entry.highest, journal))
 
     @property
     def past(self) -> Past:
         """Return all of it but the tensors, for a server that is to become like this one."""
-        return Past(self.number, self.digest, self.journal, tuple(self.ancestors))
+        return Past(self.number, self.digest, self.seen, self.journal, tuple(self.ancestors))
 
     def move(self, target: Past) -> None:
         """Note that this server is in another state now."""
@@ -130,7 +131,7 @@ class MemberState:
             del self.ancestors[next(iter(self.ancestors))]
         self.ancestors.pop(target.digest, None)
         self.number, self.digest, self.journal = target.number, target.digest, target.journal
-        self.seen = max(self.seen, target.number)
+        self.seen = max(self.seen, target.number, target.seen)
         needed = {entry.content for entry in target.journal}
         self.contents = {key: body for key, body in self.contents.items() if key in needed}
 
@@ -223,7 +224,7 @@ class Member:
                     f"is at change {self.state.number} and has heard of {self.state.seen}."
                 )
             self._held = _Held(entry)
-            self.state.seen = entry.number
+            self.state.seen = entry.highest
             self.renew(entry.digest)
         return self._held
 

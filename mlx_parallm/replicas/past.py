@@ -18,12 +18,14 @@ class Past:
     Attributes:
         number: of its latest change.
         digest: of all its changes.
+        seen: the largest number that it has heard of, in changes and in labels.
         journal: what a fresh server needs to be like it.
         ancestors: digests of earlier states: a server in one of them is behind, not different.
     """
 
     number: int
     digest: str
+    seen: int
     journal: Journal
     ancestors: Collection[str] = ()
 
@@ -36,6 +38,7 @@ class Past:
         return {
             "number": self.number,
             "digest": self.digest,
+            "seen": self.seen,
             "journal": [entry.to_json() for entry in self.journal],
             "ancestors": list(self.ancestors),
         }
@@ -44,15 +47,16 @@ class Past:
     def from_json(value: Any) -> Past:
         """Return the past of a JSON value; raise InvalidRequestError if it is none."""
         if is_object(value):
-            number, digest = value.get("number"), value.get("digest")
+            number, digest, seen = value.get("number"), value.get("digest"), value.get("seen")
             journal, ancestors = value.get("journal"), value.get("ancestors")
             if (
                 isinstance(number, int)
                 and isinstance(digest, str)
+                and isinstance(seen, int)
                 and is_list(journal)
                 and is_list(ancestors)
                 and all(isinstance(each, str) for each in ancestors)
             ):
                 entries = tuple(map(Entry.from_json, journal))
-                return Past(number, digest, entries, cast("list[str]", ancestors))
+                return Past(number, digest, seen, entries, cast("list[str]", ancestors))
         raise InvalidRequestError("This is no journal of a fleet.", param="journal")

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 
+from mlx_parallm.replicas.entries import Head
 from mlx_parallm.replicas.fleet import POLL_S
 from mlx_parallm.replicas.member import STAGE_S
 from mlx_parallm.replicas.peers import Peer
 from mlx_parallm.types.errors import ConflictError, ParallmError, PeerSilentError
-from tests.replica_fleet import Network, adapter, ignoring, settle, update
+from tests.replica_fleet import Network, Server, adapter, from_folder, ignoring, settle, update
 from tests.virtual_time import in_virtual_time, run_virtual
+
+# LOOKS_S: by then each server has looked at the others, slow and silent ones too.
+LOOKS_S = 20.0
 
 
 @asynccontextmanager
@@ -257,60 +262,129 @@ async def history(dice: random.Random) -> None:
         for _ in range(dice.randrange(10, 40)):
             act(network, dice)
             await asyncio.sleep(dice.choice((0.0, 0.01, 0.5, 3.0, 30.0)))
-        network.cuts, network.latency_s = set(), 0.001
-        for peer in network.peers:
-            if peer not in network.servers:
-                network.start(peer)
-        for server in network.servers.values():
-            server.host.refuses, server.host.delay_s = False, 0.0
-        await settle(network)
-        ready = [each for each in network.servers.values() if each.fleet.why_not_ready is None]
-        assert len({each.member.state.digest for each in ready}) <= 1
-        for server in list(network.servers.values()):
-            await server.fleet.apply(force=False)
-        await settle(network)
+            await check_ready(network)
+            if dice.random() < 0.04:
+                await calm(network, dice)
+        await calm(network, dice)
+
+
+async def calm(network: Network, dice: random.Random) -> None:
+    """End all faults; each change succeeds then."""
+    network.cuts, network.one_way_cuts, network.latency_s = set(), set(), 0.001
+    for peer in network.peers:
+        if peer not in network.servers:
+            network.start(peer)
+    for server in network.servers.values():
+        server.host.refuses, server.host.delay_s = False, 0.0
+    await settle(network)
+    ready = [each for each in network.servers.values() if each.fleet.why_not_ready is None]
+    assert len({each.member.state.digest for each in ready}) == 1
+    for server in list(network.servers.values()):
+        await server.fleet.apply(force=False)
+    await settle(network)
+    check_alike(network)
+    for head, content in changes(dice):
+        await dice.choice(list(network.servers.values())).change(head, content)
         check_alike(network)
-        await network.server(0).change(adapter("last"), b"last")
-        check_alike(network)
+
+
+async def check_ready(network: Network) -> None:
+    """Check that no two servers that reach the same ones are ready and differ for long."""
+    before = differing(network)
+    if before:
+        await asyncio.sleep(LOOKS_S)
+        assert not before & differing(network)
+
+
+def differing(network: Network) -> set[tuple[Server, str, Server, str]]:
+    """Return the pairs of ready servers with different states that reach the same servers."""
+    ready = [each for each in network.servers.values() if each.fleet.why_not_ready is None]
+    states = {each: each.member.state.digest for each in ready}
+    return {
+        (first, states[first], second, states[second])
+        for first, second in itertools.combinations(ready, 2)
+        if states[first] != states[second] and reached(network, first) == reached(network, second)
+    }
+
+
+def reached(network: Network, server: Server) -> Collection[tuple[Peer, bool, bool]]:
+    """Return the servers that run, this one too, and whether they reach each other."""
+    me, cut = server.peer, network.is_cut
+    return {(peer, not cut(me, peer), not cut(peer, me)) for peer in network.servers}
+
+
+def changes(dice: random.Random) -> Sequence[tuple[Head, bytes | None]]:
+    """Return changes of all kinds, in any order."""
+    content, mine = b"%d" % dice.randrange(10**9), f"v{dice.randrange(10**9)}"
+    models = {"name": "n", "model": "n"}
+    heads: list[Head] = [
+        adapter(dice.choice("ab")),
+        {**adapter(dice.choice("ab")), "version": mine},
+        update(*dice.sample("xyz", dice.randrange(1, 4))),
+        from_folder(f"folder {dice.randrange(3)}"),
+        {"kind": "label_weights", "model": "m", "version": f"{mine}-label"},
+        {"kind": "unload_adapter", "name": "a", "model": "m"},
+        {"kind": "pause", "mode": "keep", "clear_cache": False},
+        {"kind": "resume"},
+        {"kind": "sleep", "level": 1, "mode": "keep"},
+        {"kind": "wake", "tags": ["weights", "kv_cache"]},
+        {"kind": "load_model", **models},
+        {"kind": "unload_model", **models},
+    ]
+    dice.shuffle(heads)
+    has_content = {"load_adapter", "update_weights"}
+    return [
+        (head, content if head["kind"] in has_content and not head.get("folder") else None)
+        for head in heads
+    ]
 
 
 def act(network: Network, dice: random.Random) -> None:
     """Do one thing to a fleet."""
-    up = [peer for peer in network.peers if peer in network.servers]
     peer = dice.choice(network.peers)
     server = network.servers.get(peer)
-    match dice.randrange(10):
-        case 0 if len(up) > 1 and server is not None:
-            network.kill(peer)
-        case 1 if server is None:
-            network.start(peer)
-        case 2:
+    kind = dice.randrange(12)
+    if kind < 4:
+        disturb(network, dice)
+    elif server is None:
+        network.start(peer)
+    elif kind == 4 and len(network.servers) > 1:
+        network.kill(peer)
+    else:
+        meet(server, dice, kind)
+
+
+def disturb(network: Network, dice: random.Random) -> None:
+    """Do something to the network."""
+    match dice.randrange(5):
+        case 0:
             numbers = list(range(len(network.peers)))
             dice.shuffle(numbers)
             half = dice.randrange(len(numbers))
             network.cut(numbers[:half], numbers[half:])
+        case 1 | 2:
+            network.cuts, network.one_way_cuts = set(), set()
         case 3:
-            network.cuts = set()
-        case 4:
+            first, second = dice.sample(network.peers, 2)
+            network.one_way_cuts.add((first, second))
+        case _:
             network.latency_s = dice.choice((0.001, 0.3, 1.5))
-        case 5 if server is not None:
+
+
+def meet(server: Server, dice: random.Random, kind: int) -> None:
+    """Do something to a server, or have it change the fleet."""
+    match kind:
+        case 5:
             server.host.refuses = dice.random() < 0.5
-        case 6 if server is not None:
+        case 6:
             server.host.delay_s = dice.choice((0.0, 0.1, 5.0, 70.0))
-        case 7 if server is not None and dice.random() < 0.3:
+        case 7 if dice.random() < 0.3:
             server.run(tried(server.fleet.apply(force=dice.random() < 0.5)))
-        case _ if server is not None:
-            content = b"%d" % dice.randrange(10**9)
-            heads = [
-                adapter(dice.choice("ab")),
-                update(*dice.sample("xyz", dice.randrange(1, 4))),
-                {"kind": "unload_adapter", "name": "a", "model": "m"},
-                {"kind": "pause", "mode": "keep", "clear_cache": False},
-                {"kind": "resume"},
-            ]
-            head = dice.choice(heads)
-            body = content if "expected_version" in head else None
-            server.run(tried(server.change(head, body)))
+        case 8 if dice.random() < 0.3:
+            server.host.forget()
+            server.fleet.forget()
+        case _:
+            server.run(tried(server.change(*changes(dice)[0])))
 
 
 async def tried(work) -> None:

@@ -96,6 +96,23 @@ async def test_a_server_that_caught_up_knows_what_was_before() -> None:
         assert set(network.server(1).host.adapters) == {"a", "b", "c"}
 
 
+@in_virtual_time
+async def test_numbers_that_were_labels_are_not_given_again() -> None:
+    async with fleet() as network:
+        await network.server(0).change({**update(), "version": "7"}, b"seven")
+        await network.server(0).change({**update(), "version": "mine"}, b"mine")
+        network.kill(network.peers[2])
+        network.start(network.peers[2])
+        await asyncio.sleep(3 * POLL_S)
+        # All of the servers that were there are gone, one after another.
+        for number in (0, 1):
+            network.kill(network.peers[number])
+            network.start(network.peers[number])
+            await asyncio.sleep(3 * POLL_S)
+        outcomes = [await network.server(0).change(update(), b"%d" % number) for number in range(8)]
+        assert "7" not in {label for each in outcomes for label in each.versions.values()}
+
+
 @pytest.mark.parametrize("digest", ["mixed", "before"])
 def test_servers_behind_both_halves_count_for_neither(digest: str) -> None:
     third = View(digest, 1, Relation.BEHIND)

@@ -96,7 +96,7 @@ async def test_other_answers_are_refusals(
 async def test_good_answers_are_read() -> None:
     state = await answered(QUESTIONS["state"], good(json.dumps(STATE).encode()))
     assert (state.number, state.digest) == (1, "d")
-    past = Past(1, "d", (ENTRY,), ["c"])
+    past = Past(1, "d", 7, (ENTRY,), ["c"])
     answer = await answered(QUESTIONS["journal"], good(json.dumps(past.to_json()).encode()))
     assert answer == past
     assert await answered(QUESTIONS["content"], good(b"tensors")) == b"tensors"
@@ -126,7 +126,7 @@ async def test_peers_that_serve_another_model_are_refused() -> None:
 
 @pytest.mark.parametrize("journal", [None, 3, [3], [{}], [{**ENTRY.to_json(), "head": {}}]])
 async def test_journals_that_cannot_be_read_are_refused(journal: object) -> None:
-    past = Past(1, "d", (), []).to_json()
+    past = Past(1, "d", 7, (), []).to_json()
     body = json.dumps({**past, "journal": journal}).encode()
     with pytest.raises(PeerSilentError):
         await answered(QUESTIONS["journal"], good(body))
@@ -134,7 +134,7 @@ async def test_journals_that_cannot_be_read_are_refused(journal: object) -> None
 
 @pytest.mark.parametrize("ancestors", [None, 3, "ab", [3], [None], {}])
 async def test_ancestors_that_cannot_be_read_are_refused(ancestors: object) -> None:
-    past = Past(1, "d", (ENTRY,), []).to_json()
+    past = Past(1, "d", 7, (ENTRY,), []).to_json()
     body = json.dumps({**past, "ancestors": ancestors}).encode()
     with pytest.raises(PeerSilentError):
         await answered(QUESTIONS["journal"], good(body))
