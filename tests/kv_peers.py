@@ -61,7 +61,8 @@ class ExportLink(Link):
         answer = self.exports.ask(contents)
         while not answer.done():
             self.serve()
-        return frames(list(zip(contents, answer.result(), strict=False)), self.exports.owner)
+        blocks = map(bytes, answer.result())
+        return frames(list(zip(contents, blocks, strict=False)), self.exports.owner)
 
 
 def listed(*links: Link) -> Links:
