@@ -151,6 +151,8 @@ class Server:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # The task that waits for this one may have been killed.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
 
     def kill(self) -> None:
