@@ -92,7 +92,8 @@ async def _compute(body: PrefillRequest, engine: EngineClient) -> Response:
 async def _send_blocks(body: BlocksRequest, engine: EngineClient) -> Response:
     contents = [_content(each) for each in body.contents]
     blocks = await _blocks(engine, body.owner, contents, waits=body.waits)
-    return _answer(b"".join(_frames(body.owner, contents, blocks)))
+    # Megabytes are hashed and copied, for which streams must not wait.
+    return _answer(await asyncio.to_thread(b"".join, _frames(body.owner, contents, blocks)))
 
 
 async def _blocks(
