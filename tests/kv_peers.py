@@ -34,7 +34,7 @@ class DictLink(Link):
     pieces: list[Sequence[bytes]] = field(default_factory=list[Sequence[bytes]])
 
     async def read_filter(self) -> bytes:
-        return self.uid + filter_bytes(self.blocks)
+        return self.uid + filter_bytes(list(self.blocks))
 
     async def read_blocks(self, contents: Sequence[bytes]) -> bytes:
         self.pieces.append(contents)

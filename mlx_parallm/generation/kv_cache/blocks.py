@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -82,9 +83,17 @@ class BlockPool:
         """Return the block with this content, owned or cached."""
         return self._by_content.get(content)
 
-    def contents(self) -> list[bytes]:
-        """Return the contents of all blocks that have one; any thread may call it."""
-        return list(self._by_content)
+    def contents(self, most: float = math.inf) -> list[bytes]:
+        """Return the contents of the blocks, without those to be evicted first if there are more.
+
+        Any thread may call it.
+        """
+        known = list(self._by_content)
+        if len(known) <= most:
+            return known
+        cached = {self._content[block]: None for block in reversed(list(self._cached))}
+        owned = [content for content in known if content not in cached]
+        return [*owned, *filter(None, cached)][: int(most)]
 
     def is_cached(self, block: int) -> bool:
         """Return True if a block has a content and no owner."""

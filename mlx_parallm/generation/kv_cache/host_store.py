@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from itertools import takewhile
 
 from typing_extensions import override
 
-from mlx_parallm.generation.kv_cache.stores import BlockStore, StoredBlock, StoreStats
+from mlx_parallm.generation.kv_cache.stores import BlockStore, StoredBlock, StoreStats, latest
 from mlx_parallm.types.content import Buffer
 
 
@@ -118,8 +119,8 @@ class HostStore(BlockStore):
         return content in self._entries
 
     @override
-    def contents(self) -> Sequence[bytes]:
-        return list(self._entries)
+    def contents(self, most: float = math.inf) -> Sequence[bytes]:
+        return latest({content: each.used for content, each in [*self._entries.items()]}, most)
 
     @override
     def clear(self) -> None:

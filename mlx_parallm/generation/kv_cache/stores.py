@@ -148,8 +148,12 @@ class BlockStore(Protocol):
         """True if a block is here, or is not worth to be put again; it does not count as used."""
         ...
 
-    def contents(self) -> Sequence[bytes]:
-        """Return the contents of what ``find`` finds; any thread may call it."""
+    def contents(self, most: float = math.inf) -> Sequence[bytes]:
+        """Return the contents of what ``find`` finds, the latest used ones if there are more.
+
+        Any thread may call it.
+        """
+        del most
         return ()
 
     def clear(self) -> None:
@@ -163,3 +167,13 @@ class BlockStore(Protocol):
 
     def close(self) -> None:
         """Keep what is still to be written, as far as that takes a short time, and end."""
+
+
+def latest(used: Mapping[bytes, float], most: float) -> Sequence[bytes]:
+    """Return at most so many contents, the latest used ones; ``used``: when each was used.
+
+    Among contents that were used at once, those that are listed first are returned.
+    """
+    if len(used) <= most:
+        return list(used)
+    return sorted(used, key=used.__getitem__, reverse=True)[: int(most)]

@@ -5,6 +5,7 @@ The lock is held for changes of dictionaries only, never while a file is read or
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from mlx_parallm.generation.kv_cache.disk.clocks import Clocks
 from mlx_parallm.generation.kv_cache.disk.format import CONTENT_BYTES
 from mlx_parallm.generation.kv_cache.disk.runs import Run, WaitingRuns
-from mlx_parallm.generation.kv_cache.stores import StoredBlock
+from mlx_parallm.generation.kv_cache.stores import StoredBlock, latest
 
 # WAITING_BYTES: most bytes that wait to be written; a disk that is slower loses blocks.
 WAITING_BYTES = 256 << 20
@@ -67,9 +68,9 @@ class BlockIndex:
             self.use(contents[:num])
         return num
 
-    def contents(self) -> list[bytes]:
-        """Return the contents of the blocks that are here."""
-        return list(self._runs)
+    def contents(self, most: float = math.inf) -> Sequence[bytes]:
+        """Return the contents of blocks that are here, the latest used ones if there are more."""
+        return latest({content: run.used_ns for content, run in [*self._runs.items()]}, most)
 
     def use(self, contents: Iterable[bytes]) -> None:
         """Count blocks of a chain as used, and those before them."""

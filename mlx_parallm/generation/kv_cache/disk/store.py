@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -126,8 +127,8 @@ class DiskStore(BlockStore):
         return self._index.has(content)
 
     @override
-    def contents(self) -> Sequence[bytes]:
-        return self._index.contents()
+    def contents(self, most: float = math.inf) -> Sequence[bytes]:
+        return self._index.contents(most)
 
     @override
     def clear(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import secrets
@@ -16,10 +17,12 @@ from pickle import PickleBuffer
 from typing import Protocol
 
 from mlx_parallm.generation.kv_cache.blocks import BlockPool, BlockTable
-from mlx_parallm.generation.kv_cache.peer.filters import filter_bytes
+from mlx_parallm.generation.kv_cache.peer.filters import MAX_CONTENTS, FilterMaker
 from mlx_parallm.generation.kv_cache.saves import Save, SaveQueue
 from mlx_parallm.generation.kv_cache.stores import BlockStore, Fetch
 from mlx_parallm.types.content import BLOCK_DIGEST_BYTES, Buffer
+
+logger = logging.getLogger(__name__)
 
 # MAX_ROOTS: prefixes' roots of which blocks in the pool can be asked for; the latest ones.
 MAX_ROOTS = 4096
@@ -89,6 +92,8 @@ class Exports:
         self._open: list[_Question] = []
         self._filter: Future[bytes] | None = None
         self._filter_s = -math.inf
+        self._has_logged = False
+        self._maker = FilterMaker()
         # The roots of contents in the pool, by those of the same contents in stores.
         self._roots: OrderedDict[bytes, bytes] = OrderedDict()
 
@@ -107,18 +112,24 @@ class Exports:
             if len(self._roots) > MAX_ROOTS:
                 self._roots.popitem(last=False)
 
-    def contents(self) -> Iterator[bytes]:
-        """Yield the contents that are here now; any thread may call it."""
+    def contents(self, most: float = math.inf) -> list[bytes]:
+        """Return the contents that are here now, the latest used ones if there are more.
+
+        Any thread may call it.
+        """
         if self._pool is None or self._places is None:
-            return
-        for store in self._places.own_stores:
-            yield from store.contents()
+            return []
         with self._lock:
             lasting = {root: known for known, root in self._roots.items()}
-        for content in self._pool.contents():
-            root = lasting.get(content[:BLOCK_DIGEST_BYTES])
-            if root is not None:
-                yield root + content[BLOCK_DIGEST_BYTES:]
+        pairs = (
+            (lasting.get(content[:BLOCK_DIGEST_BYTES]), content[BLOCK_DIGEST_BYTES:])
+            for content in self._pool.contents(most)
+        )
+        # A set in order: stores have copies.
+        known = dict.fromkeys(root + link for root, link in pairs if root is not None)
+        for store in self._places.own_stores:
+            known |= dict.fromkeys(store.contents(most))
+        return list(known)
 
     def filter(self) -> Future[bytes]:
         """Return ``uid`` and the bytes of a filter of ``contents``; any thread may call it.
@@ -140,10 +151,18 @@ class Exports:
 
     def _make_filter(self, answer: Future[bytes]) -> None:
         try:
-            answer.set_result(self.uid + filter_bytes(self.contents()))
+            contents = self.contents(MAX_CONTENTS)
+            if len(contents) >= MAX_CONTENTS:
+                self._log_many()
+            answer.set_result(self.uid + self._maker.make(contents[:MAX_CONTENTS]))
         except BaseException as problem:
             answer.set_exception(problem)
             raise
+
+    def _log_many(self) -> None:
+        if not self._has_logged:
+            self._has_logged = True
+            logger.info("peers see the latest %d blocks only, not all", MAX_CONTENTS)
 
     def ask(self, contents: Sequence[bytes], *, waits: bool = False) -> Future[list[PickleBuffer]]:
         """Return the leading blocks of a chain, at most ``MAX_BLOCKS``; any thread may call it.

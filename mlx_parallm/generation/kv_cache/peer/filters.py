@@ -13,6 +13,11 @@ FILTER_BYTES: Final = 64 * 1024
 POSITION_BITS, NUM_POSITIONS = 19, 4
 MASK = (1 << POSITION_BITS) - 1
 HALF = 16
+#: ``MAX_CONTENTS``: a filter of more says little: of four times as many, four of five that are not
+#: there seem to be there.
+MAX_CONTENTS: Final = 100_000
+# MOST_GONE: share of contents that may be gone.
+MOST_GONE = 0.1
 
 assert FILTER_BYTES * 8 == 1 << POSITION_BITS, "a position is the number of a bit"
 
@@ -40,13 +45,33 @@ class ContentFilter:
         return all(bits[place >> 3] >> (place & 7) & 1 for place in _positions(content))
 
 
+class FilterMaker:
+    """Makes a filter of contents again and again, of which only new ones take time.
+
+    Contents that are gone stay in it until they are a tenth: they are asked for in vain.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[bytes] = set()
+        self._bits = bytearray(FILTER_BYTES)
+
+    def make(self, contents: Iterable[bytes]) -> bytes:
+        """Return the filter of contents."""
+        now = set(contents)
+        if len(self._known - now) > MOST_GONE * len(now):
+            self._known.clear()
+            self._bits = bytearray(FILTER_BYTES)
+        bits = self._bits
+        for content in now - self._known:
+            for place in _positions(content):
+                bits[place >> 3] |= 1 << (place & 7)
+        self._known |= now
+        return bytes(bits)
+
+
 def filter_bytes(contents: Iterable[bytes]) -> bytes:
     """Return the filter of contents."""
-    bits = bytearray(FILTER_BYTES)
-    for content in contents:
-        for place in _positions(content):
-            bits[place >> 3] |= 1 << (place & 7)
-    return bytes(bits)
+    return FilterMaker().make(contents)
 
 
 def union_of(filters: Sequence[bytes]) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -15,6 +15,7 @@ from mlx_parallm.generation.kv_cache.peer.filters import ContentFilter
 from mlx_parallm.generation.kv_cache.stores import BlockStore
 from mlx_parallm.peers.channel import pack
 from tests.dict_store import DictStore
+from tests.kv_disk import chain
 from tests.kv_peers import OWNER
 from tests.scheduler_harness import SchedulerHarness
 from tests.unit.generation.scheduler.test_restore import (
@@ -185,9 +186,9 @@ def test_who_needs_no_filter_any_more_takes_it_from_nobody(kept: dict[bytes, byt
     server, may_read = Server(store), threading.Event()
     contents = server.exports.contents
 
-    def wait_and_read() -> Iterator[bytes]:
+    def wait_and_read(most: float) -> list[bytes]:
         may_read.wait()
-        return contents()
+        return contents(most)
 
     server.exports.contents = wait_and_read  # type: ignore[method-assign]
     first, second = server.exports.filter(), server.exports.filter()
@@ -195,6 +196,37 @@ def test_who_needs_no_filter_any_more_takes_it_from_nobody(kept: dict[bytes, byt
     may_read.set()
     assert second.result()[:UID_BYTES] == server.exports.uid
     assert server.exports.filter().result() == second.result()
+
+
+def test_a_filter_has_the_latest_blocks(
+    kept: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    server = Server()
+    ask(server.harness, "first")
+    server.harness.drain()
+    ask(server.harness, "second", OTHER)
+    server.harness.drain()
+    num_all = len(server.exports.contents())
+    monkeypatch.setattr(exports_module, "MAX_CONTENTS", num_all - len(kept))
+    for _ in range(2):
+        bits = server.exports.filter().result()[UID_BYTES:]
+        server.harness.now_s += 10
+        # Those of the first prompt are evicted first.
+        assert not any(content in ContentFilter(bits) for content in kept)
+        assert ContentFilter(bits).size == num_all - len(kept)
+    assert len(caplog.records) == 1
+
+
+def test_the_latest_contents_of_a_store_come_first() -> None:
+    store = HostStore(1000)
+    blocks = chain("a", 3, 100)
+    others = chain("b", 3, 100)
+    for block in (*blocks, *others):
+        store.put(block)
+    store.use([block.content for block in blocks])
+    assert set(store.contents()) == {block.content for block in (*blocks, *others)}
+    assert store.contents(2) == [block.content for block in blocks[:2]]
 
 
 def test_a_question_that_is_withdrawn_is_forgotten(kept: dict[bytes, bytes]) -> None:

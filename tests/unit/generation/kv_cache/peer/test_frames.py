@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.generation.kv_cache.peer.filters import ContentFilter, filter_bytes
+from mlx_parallm.generation.kv_cache.peer.filters import (
+    FILTER_BYTES,
+    ContentFilter,
+    FilterMaker,
+    filter_bytes,
+)
 from mlx_parallm.generation.kv_cache.peer.frames import BadFramesError, unpack_frames
 from tests.kv_disk import chain, contents, data
 from tests.kv_peers import OWNER, frames
@@ -94,3 +99,15 @@ def test_a_filter_has_all_contents_and_few_others() -> None:
     assert here[0] not in ContentFilter()
     assert abs(filter_.size - len(here)) < 0.01 * len(here)
     assert ContentFilter().size == 0
+
+
+def test_a_filter_that_is_made_again_forgets_what_is_gone() -> None:
+    draws = random.Random(1)
+    contents = [draws.randbytes(32) for _ in range(1000)]
+    maker = FilterMaker()
+    assert maker.make(contents[:500]) == filter_bytes(contents[:500])
+    assert maker.make(contents) == filter_bytes(contents)
+    # Some that are gone are not worth to make it anew.
+    assert maker.make(contents[50:]) == filter_bytes(contents)
+    assert maker.make(contents[100:]) == filter_bytes(contents[100:])
+    assert maker.make([]) == filter_bytes([]) == bytes(FILTER_BYTES)
