@@ -120,13 +120,15 @@ def test_linux_without_a_suitable_python_is_told(tmp_path: Path) -> None:
 APT = 'echo "apt-get $*" >> calls'
 MAKE = 'echo "make $*" >> calls'
 SUDO = 'shift; exec "$@"'
-TARGETS = [f"make {name}" for name in ("test", "test-slow", "corpus-sample", "test-engines")]
+PROGRAMS = ("clang", "nginx", "haproxy")
+STEPS = ("test", "test-slow", "scale-out", "corpus-sample", "test-engines")
+TARGETS = [f"make {name}" for name in STEPS]
 
 
 @pytest.mark.parametrize(
     ("fakes", "installs", "says"),
     [
-        ({"clang": "exit 0", "apt-get": APT, "sudo": SUDO}, False, False),
+        (dict.fromkeys(PROGRAMS, "exit 0") | {"apt-get": APT, "sudo": SUDO}, False, False),
         ({"apt-get": APT, "sudo": SUDO}, True, False),
         ({"apt-get": "exit 100", "sudo": SUDO}, False, True),
         ({"apt-get": "exit 100", "sudo": "exit 1"}, False, True),
@@ -134,7 +136,7 @@ TARGETS = [f"make {name}" for name in ("test", "test-slow", "corpus-sample", "te
     ],
     ids=["there", "installed", "no network", "no permission", "no apt"],
 )
-def test_ci_installs_clang_where_it_may(
+def test_ci_installs_programs_where_it_may(
     tmp_path: Path, fakes: dict[str, str], installs: bool, says: bool
 ) -> None:
     (tmp_path / ".ci").mkdir()
@@ -142,9 +144,10 @@ def test_ci_installs_clang_where_it_may(
     done = run([str(tmp_path / ".ci" / "run")], tmp_path, {"make": MAKE, **fakes})
     assert done.returncode == 0
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert calls[-4:] == TARGETS
-    assert any("install" in call and "clang" in call for call in calls) is installs
-    assert ("clang cannot be installed" in done.stderr) is says
+    assert calls[-len(TARGETS) :] == TARGETS
+    for name in PROGRAMS:
+        assert any("install" in call and name in call for call in calls) is installs
+        assert (f"{name} cannot be installed" in done.stderr) is says
 
 
 def mac_steps() -> list[dict]:

@@ -18,7 +18,7 @@ PREFIX = "MLX_"
 # SECRET: parts of the names of variables whose values are hidden, unless the name is HARMLESS too:
 # that of a limit, of a number of the model's tokens, or of a file.
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
-HARMLESS = re.compile(r"MLX_(PARALLM_)?MAX_\w+|\w+_SNAPSHOT_TOKENS|\w+_FILE")
+HARMLESS = re.compile(r"MLX_(PARALLM_)?MAX_\w+|\w+_(SNAPSHOT|MIN)_TOKENS|\w+_FILE")
 HIDDEN = "(set)"
 # REMOVED: stands for the user, the password and the query of a URL.
 REMOVED = "..."
