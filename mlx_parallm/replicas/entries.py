@@ -39,6 +39,14 @@ DROPS_WEIGHTS = 2
 
 
 @dataclass(frozen=True, slots=True)
+class Rest:
+    """The tensors of an update that are needed: their names, and the SHA-256 of their file."""
+
+    names: tuple[str, ...]
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A change with its place among all.
 
@@ -48,6 +56,7 @@ class Entry:
         head: the change.
         content: the SHA-256 of its tensors, in hex; None if it has none.
         coordinator: the server that it reached first.
+        kept: what is needed of its tensors after later updates; None: all of them.
         digest: of all this, and so of the state after it.
     """
 
@@ -56,6 +65,7 @@ class Entry:
     head: Head
     content: str | None
     coordinator: str
+    kept: Rest | None = field(default=None, compare=False)
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,14 +88,26 @@ class Entry:
         """Return the largest number that no later change may have: its own, or its label."""
         return max(self.number, number_of(self.label or ""))
 
+    @property
+    def rest(self) -> Head:
+        """Return the change as far as it is needed."""
+        return self.head if self.kept is None else {**self.head, "names": list(self.kept.names)}
+
+    @property
+    def rest_content(self) -> str | None:
+        """Return the SHA-256 of the tensors that are needed; None if there are none."""
+        return self.content if self.kept is None else self.kept.content
+
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON; see ``from_json``."""
+        kept = self.kept
         return {
             "number": self.number,
             "parent": self.parent,
             "head": dict(self.head),
             "content": self.content,
             "coordinator": self.coordinator,
+            "kept": None if kept is None else {"names": kept.names, "content": kept.content},
         }
 
     @staticmethod
@@ -102,7 +124,7 @@ class Entry:
                 and (content is None or isinstance(content, str))
                 and isinstance(coordinator, str)
             ):
-                return Entry(number, parent, head, content, coordinator)
+                return Entry(number, parent, head, content, coordinator, _kept(value.get("kept")))
         raise InvalidRequestError("This is no change of a fleet.", param="entry")
 
 
@@ -143,6 +165,14 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
 }
 
 
+def _kept(value: Any) -> Rest | None:
+    if value is None:
+        return None
+    if is_object(value) and _are_texts(value.get("names")) and _is_text(value.get("content")):
+        return Rest(tuple(value["names"]), value["content"])
+    raise InvalidRequestError("This is no change of a fleet.", param="entry")
+
+
 def _is_head(head: Mapping[str, Any]) -> bool:
     kind = head.get("kind")
     fields = _FIELDS.get(kind) if isinstance(kind, str) else None
@@ -161,7 +191,7 @@ Journal = tuple[Entry, ...]
 
 def journaled(journal: Journal, entry: Entry) -> Journal:
     """Return the journal with one more entry, without what it makes needless."""
-    gone = [old for old in journal if supersedes(entry.head, old.head)]
+    gone = [old for old in journal if supersedes(entry.rest, old.rest)]
     kept = tuple(old for old in journal if old not in gone)
     return (*kept, entry) if _lasts(entry.head, [old.kind for old in gone]) else kept
 
@@ -232,7 +262,7 @@ def way(own: Journal, target: Journal, *, is_mixed: bool = False) -> Sequence[St
     known = set() if is_mixed else {entry.digest for entry in own}
     missing = [entry for entry in target if entry.digest not in known]
     extra = [entry for entry in own if entry.digest not in wanted]
-    left = [old for old in extra if not any(supersedes(new.head, old.head) for new in missing)]
+    left = [old for old in extra if not any(supersedes(new.rest, old.rest) for new in missing)]
     rebuilt = {old.head["model"] for old in left if old.kind in _WEIGHTS}
     again = [
         entry
@@ -246,7 +276,7 @@ def way(own: Journal, target: Journal, *, is_mixed: bool = False) -> Sequence[St
 
 def _restoring(entry: Entry, steps: Sequence[Entry]) -> Head:
     """Return a change as it is carried out by a server that comes later."""
-    head = entry.head
+    head = entry.rest
     if entry.kind == LOAD_ADAPTER:
         return {**head, "expected_version": None, "replaces": True}
     if entry.kind in (PAUSE, SLEEP):

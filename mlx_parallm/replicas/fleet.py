@@ -281,7 +281,7 @@ class Fleet:
                 content = None if step.entry is None else await self._content(peer, step.entry)
                 await self.member.carry_out(step.head, content)
                 if step.entry is not None and content is not None:
-                    state.contents[step.entry.content or ""] = content
+                    state.contents[step.entry.rest_content or ""] = content
             state.move(past)
         await self.member.host.settle()
         logger.info("caught up with %s: change %d", peer, past.number)
@@ -289,13 +289,13 @@ class Fleet:
 
     async def _content(self, peer: Peer, entry: Entry) -> Content | None:
         """Return the tensors of a change, from this server or from a peer."""
-        if entry.content is None:
+        if entry.rest_content is None:
             return None
-        known = self.member.state.contents.get(entry.content)
+        known = self.member.state.contents.get(entry.rest_content)
         if known is not None:
             return known
-        content = await self.transport.content(peer, entry.content)
-        if await hashed(content) != entry.content:
+        content = await self.transport.content(peer, entry.rest_content)
+        if await hashed(content) != entry.rest_content:
             raise PeerSilentError(f"{peer} sends other tensors than it names.")
         return content
 

@@ -7,7 +7,8 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from mlx_parallm.replicas.entries import (
@@ -17,12 +18,14 @@ from mlx_parallm.replicas.entries import (
     UNLOAD_MODEL,
     Entry,
     Journal,
+    Rest,
     Step,
     journaled,
     way,
 )
 from mlx_parallm.replicas.host import Content, Host, StagedChange
 from mlx_parallm.replicas.past import Past
+from mlx_parallm.replicas.shrinking import needed_names, only, shrunk
 from mlx_parallm.types.errors import ConflictError, InvalidRequestError, NotFoundError, ParallmError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +36,7 @@ STAGE_S = 60.0
 WAIT_S = 10.0
 # MAX_ANCESTORS: earlier states that a server knows: a peer in one of them is behind, not different.
 MAX_ANCESTORS = 4096
-# INLINE_BYTES: tensors up to this size are hashed on the event loop.
+# INLINE_BYTES: tensors up to this size are hashed and cut on the event loop.
 INLINE_BYTES = 64 * 1024
 DROPPED = "This change was dropped while it was being staged."
 #: ``STALE``: code of a refusal because the fleet has changed since the change was numbered.
@@ -132,7 +135,18 @@ class MemberState:
         self.ancestors.pop(target.digest, None)
         self.number, self.digest, self.journal = target.number, target.digest, target.journal
         self.seen = max(self.seen, target.number, target.seen)
-        needed = {entry.content for entry in target.journal}
+        self._forget_contents()
+
+    def shrink(self, entry: Entry, names: Sequence[str], content: bytes, digest: str) -> None:
+        """Keep these tensors of an entry alone, unless the journal has changed it meanwhile."""
+        rest = replace(entry, kept=Rest(tuple(names), digest)) if names else None
+        if any(each is entry for each in self.journal):
+            self.contents[digest] = content
+            self.journal = shrunk(self.journal, entry, rest)
+            self._forget_contents()
+
+    def _forget_contents(self) -> None:
+        needed = {entry.rest_content for entry in self.journal}
         self.contents = {key: body for key, body in self.contents.items() if key in needed}
 
 
@@ -152,6 +166,7 @@ class Member:
         self._freed = asyncio.Event()
         # Changes that count already, and end with requests.
         self._ending: set[asyncio.Future[Any]] = set()
+        self._shrinking = asyncio.Lock()
 
     @property
     def staged(self) -> Entry | None:
@@ -250,6 +265,7 @@ class Member:
         try:
             result = await held.staged.commit()
             self.state.advance(held.entry, held.content)
+            self._end_later(self._shrink())
         finally:
             self._free(held)
         return result
@@ -321,6 +337,25 @@ class Member:
             await asyncio.sleep(0)
         else:
             await committing
+
+    async def shrunk(self) -> None:
+        """Return once the journal holds nothing that later changes have replaced."""
+        await asyncio.gather(*self._ending)
+
+    async def _shrink(self) -> None:
+        """Free the tensors of the journal that later updates have replaced."""
+        state = self.state
+        async with self._shrinking:
+            for digest, names in needed_names(state.journal).items():
+                if self._is_moving or state.is_mixed:
+                    return
+                entry = next((each for each in state.journal if each.digest == digest), None)
+                content = None if entry is None else state.contents.get(entry.rest_content or "")
+                if entry is not None and content is not None:
+                    is_small = len(content) <= INLINE_BYTES
+                    cut = partial(only, content, names)
+                    rest = cut() if is_small else await asyncio.to_thread(cut)
+                    state.shrink(entry, names, rest, await hashed(rest))
 
     def _end_later(self, work: Coroutine[Any, Any, Any]) -> None:
         ending = asyncio.ensure_future(work)
