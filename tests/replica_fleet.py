@@ -196,6 +196,9 @@ class Network:
 
     def kill(self, peer: Peer) -> None:
         self.servers.pop(peer).kill()
+        if all(server.fleet.seen == 0 for server in self.servers.values()):
+            # Nobody remembers anything: the fleet begins anew, as one server would.
+            self.labels.contents.clear()
 
     def close(self) -> None:
         for peer in list(self.servers):

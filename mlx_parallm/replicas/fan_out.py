@@ -155,10 +155,8 @@ class FanOut:
 
     def _entry(self, proposal: Proposal, head: Head) -> Entry:
         """Return the change with a number, and a label, that no other one ever had."""
-        fleet, member = self._fleet, self._fleet.member
-        seen = [state.seen for state in fleet.states.values()]
-        number = max(member.state.seen, member.host.largest_label(), *seen, 0) + 1
-        me = str(fleet.me)
+        fleet, me = self._fleet, str(self._fleet.me)
+        number = fleet.seen + 1
         if proposal.is_labelled and head.get("version") is None:
             label = str(number)
             if fleet.excused:

@@ -83,6 +83,8 @@ class Fleet:
         # Until a peer has answered since the engines were started, perhaps anew.
         self._is_fresh = True
         self._has_lost = False
+        # The largest number that peers have heard of, some of which may have lost it since.
+        self._heard = 0
         self._failure: ParallmError | None = None
         self._logged: dict[str, float] = {}
         self._looks = asyncio.Lock()
@@ -97,6 +99,11 @@ class Fleet:
             return f"{self._standing.why} The last try failed: {self._failure}"
         return self._standing.why
 
+    @property
+    def seen(self) -> int:
+        """Return the largest number that was heard of, in changes and in labels, here or there."""
+        return max(self._heard, self.member.state.seen, self.member.host.largest_label())
+
     def own_state(self, query: StateQuery) -> PeerState:
         """Return the answer to a peer; the change that it coordinates does not expire."""
         if query.holding is not None:
@@ -106,7 +113,7 @@ class Fleet:
             instance=self.instance,
             number=state.number,
             digest=state.digest,
-            seen=max(state.seen, self.member.host.largest_label()),
+            seen=self.seen,
             staged=None if staged is None else staged.digest,
             knows=state.knows(query.digest),
             why=self.why_not_ready,
@@ -176,6 +183,7 @@ class Fleet:
         problems |= {peer: PeerSilentError(f"{peer} {GONE}") for peer in gone}
         self._known |= states.keys() | problems.keys()
         self._is_fresh &= not states
+        self._heard = max((self._heard, *(each.seen for each in states.values())))
         self.states, self.problems = states, problems
         self._answered_s |= dict.fromkeys(states, asyncio.get_running_loop().time())
         self.excused -= {peer for peer, view in self.views().items() if view.relation not in _LATE}

@@ -113,6 +113,23 @@ async def test_numbers_that_were_labels_are_not_given_again() -> None:
         assert "7" not in {label for each in outcomes for label in each.versions.values()}
 
 
+@in_virtual_time
+async def test_numbers_that_a_peer_had_heard_of_are_not_given_again() -> None:
+    async with fleet(2) as network:
+        await network.server(0).change(update(), b"one")
+        network.kill(network.peers[1])
+        network.start(network.peers[1])
+        network.server(1).host.delay_s = 70.0
+        await asyncio.sleep(3 * POLL_S)
+        network.kill(network.peers[0])
+        network.start(network.peers[0])
+        await asyncio.sleep(90.0)
+        network.server(1).host.delay_s = 0.0
+        outcome = await network.server(0).change(update(), b"two")
+        assert "1" not in outcome.versions.values()
+        check_alike(network)
+
+
 @pytest.mark.parametrize("digest", ["mixed", "before"])
 def test_servers_behind_both_halves_count_for_neither(digest: str) -> None:
     third = View(digest, 1, Relation.BEHIND)
