@@ -216,7 +216,8 @@ SETTINGS: tuple[Setting, ...] = (
              "be checked. See docs/memory.md.", metavar="URL"),
     _setting("kv-serve", "kv_peers.is_served", values.boolean, MEMORY,
              "let servers that hold the admin key read the KV of prefixes from this one, by "
-             "/v1/kv/blocks. Whoever can read it can learn the prompts."),
+             "/v1/kv/blocks. Who can read it can learn the prompts, so it needs --admin-api-key, "
+             "or a loopback address without keys."),
     _setting("kv-across-devices", "kv_peers.across_devices", values.boolean, MEMORY,
              "with --kv-peers or --kv-serve: take KV of another kind of device, such as that of an "
              "NVIDIA GPU on a Mac, for equal. Its bits differ, so tokens may. All servers need "
