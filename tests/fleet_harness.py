@@ -15,17 +15,15 @@ from typing import Any, cast
 from typing_extensions import override
 
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.engine.commands import Abort, Call, EngineCommand, Stop, Submit
-from mlx_parallm.engine.engine_commands import (
+from mlx_parallm.engine.adapter_commands import (
     BeginAdapter,
     CommitAdapter,
-    CommitUpdate,
     DropStagedAdapter,
-    DropUpdate,
     ListVersions,
-    PrepareUpdate,
     StageAdapterPart,
 )
+from mlx_parallm.engine.commands import Abort, Call, EngineCommand, Stop, Submit
+from mlx_parallm.engine.engine_commands import CommitUpdate, DropUpdate, PrepareUpdate
 from mlx_parallm.engine.kind import BuiltModel, PendingModel, StartedModel
 from mlx_parallm.engine.live_weights import LiveWeights, WeightsUpdate
 from mlx_parallm.engine.loader import BeginLoad, CommitLoad

@@ -12,16 +12,11 @@ from typing import Protocol
 
 from mlx_parallm.config import AdapterConfig
 from mlx_parallm.confinement import MAX_NAME
+from mlx_parallm.engine.adapter_commands import EnsureAdapter, ListVersions, LoadedVersions, taken
 from mlx_parallm.engine.adapter_folders import AdapterFolders
 from mlx_parallm.engine.changes import Changes, LoadAdapter, RemoveAdapter
 from mlx_parallm.engine.commands import EngineDoor
 from mlx_parallm.engine.control_metrics import ADAPTER, ControlMetrics
-from mlx_parallm.engine.engine_commands import (
-    EnsureAdapter,
-    ListVersions,
-    LoadedVersions,
-    taken,
-)
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, NamedAdapter
 from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.types.errors import (

@@ -15,20 +15,22 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from mlx_parallm.engine.commands import EngineDoor
-from mlx_parallm.engine.engine_commands import (
+from mlx_parallm.engine.adapter_commands import (
     BeginAdapter,
     CommitAdapter,
-    CommitUpdate,
     DropStagedAdapter,
-    DropUpdate,
     FindRoomForStaged,
     LoadedVersions,
+    StageAdapterPart,
+    UnloadAdapter,
+)
+from mlx_parallm.engine.commands import EngineDoor
+from mlx_parallm.engine.engine_commands import (
+    CommitUpdate,
+    DropUpdate,
     PrepareUpdate,
     RelabelWeights,
     ResetCaches,
-    StageAdapterPart,
-    UnloadAdapter,
 )
 from mlx_parallm.engine.kind import ModelLoad
 from mlx_parallm.engine.live_weights import WeightsUpdate

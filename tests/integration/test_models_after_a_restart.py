@@ -11,8 +11,8 @@ from mlx_parallm.adapters.formats import read_adapter
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig
 from mlx_parallm.demo_models.folders import DEMO_NAME
+from mlx_parallm.engine.adapter_commands import ListVersions, UnloadAdapter
 from mlx_parallm.engine.commands import EngineCommand, StateJournal
-from mlx_parallm.engine.engine_commands import ListVersions, UnloadAdapter
 from mlx_parallm.engine.kind import ModelLoad
 from mlx_parallm.engine.parallel.journal import catch_up
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload

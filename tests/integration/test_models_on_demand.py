@@ -22,9 +22,9 @@ from mlx_parallm.config import (
     ModelConfig,
 )
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_NAME
+from mlx_parallm.engine.adapter_commands import ListVersions
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.core import EngineCore
-from mlx_parallm.engine.engine_commands import ListVersions
 from mlx_parallm.engine.kind import ModelLoad
 from mlx_parallm.engine.ledger import KV, WEIGHTS
 from mlx_parallm.engine.live_weights import WeightsUpdate

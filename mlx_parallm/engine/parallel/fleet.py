@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from mlx_parallm.engine.adapter_commands import EnsureAdapter
 from mlx_parallm.engine.commands import (
     Abort,
     Call,
@@ -20,7 +21,6 @@ from mlx_parallm.engine.commands import (
     Stop,
     Submit,
 )
-from mlx_parallm.engine.engine_commands import EnsureAdapter
 from mlx_parallm.engine.kind import StartedModel
 from mlx_parallm.engine.life import END_TIMEOUT_S, Deliver, EngineLife
 from mlx_parallm.engine.parallel.dispatcher import Dispatcher

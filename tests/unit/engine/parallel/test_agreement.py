@@ -8,14 +8,9 @@ from typing import Any, cast
 
 import pytest
 
+from mlx_parallm.engine.adapter_commands import CommitAdapter, EnsureAdapter, UnloadAdapter
 from mlx_parallm.engine.commands import Abort
-from mlx_parallm.engine.engine_commands import (
-    CommitAdapter,
-    CommitUpdate,
-    EnsureAdapter,
-    RelabelWeights,
-    UnloadAdapter,
-)
+from mlx_parallm.engine.engine_commands import CommitUpdate, RelabelWeights
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.types.errors import ControlError, OverloadedError, ParallmError

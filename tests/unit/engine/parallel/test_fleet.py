@@ -11,13 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from mlx_parallm.engine.engine_commands import (
-    CommitUpdate,
-    EnsureAdapter,
-    ListVersions,
-    RelabelWeights,
-    UnloadAdapter,
-)
+from mlx_parallm.engine.adapter_commands import EnsureAdapter, ListVersions, UnloadAdapter
+from mlx_parallm.engine.engine_commands import CommitUpdate, RelabelWeights
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.types.errors import ConflictError, EngineDeadError, ParallmError, RequestLostError

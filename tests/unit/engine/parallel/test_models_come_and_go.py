@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from mlx_parallm.engine.engine_commands import RelabelWeights, UnloadAdapter
+from mlx_parallm.engine.adapter_commands import UnloadAdapter
+from mlx_parallm.engine.engine_commands import RelabelWeights
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.loader import ForgetModel, UnloadModel
 from mlx_parallm.types.errors import ParallmError
