@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_parallm.engine.adapter_commands import FindRoom
+from mlx_parallm.engine.adapter_commands import FindRoom, first_evictable
 from mlx_parallm.engine.changes import LoadAdapter, ServerChange
 from mlx_parallm.engine.control import EngineControl
-from mlx_parallm.engine.engine_commands import first_evictable
 from mlx_parallm.replicas.entries import LOAD_ADAPTER, Head
 from mlx_parallm.replicas.member import Member
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
