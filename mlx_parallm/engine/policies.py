@@ -265,6 +265,11 @@ class Policies:
         """Return the loaded adapters, by when they were first loaded."""
         return [self._info(policy) for policy in self._policies.values()]
 
+    def lasting_contents(self) -> dict[str | None, str | None]:
+        """Return the lasting contents of the model (None) and its adapters; any thread may ask."""
+        known = {name: policy.weights for name, policy in dict(self._policies).items()}
+        return {name: each.lasting_content for name, each in {None: self._plain, **known}.items()}
+
     def running(self) -> set[str]:
         """Return the names of adapters that sequences run with; any thread may ask."""
         known = dict(self._policies)

@@ -50,10 +50,9 @@ def find_weights(state: EngineState, owner: str, content: str) -> tuple[str, str
         NotFoundError: no model has this identity, or they have other weights.
     """
     for engine, _ in _exports(state, owner):
-        policies = engine.policies
-        for name in (None, *(info.name for info in policies.infos())):
-            if policies.weights_of(name).lasting_content == content:
-                return policies.model, name
+        for name, known in engine.policies.lasting_contents().items():
+            if known == content:
+                return engine.policies.model, name
     raise NotFoundError("The model here has other weights, or lacks the adapter.")
 
 

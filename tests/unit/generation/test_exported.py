@@ -22,11 +22,8 @@ from tests.unit.generation.scheduler.test_restore import OTHER, PROMPT, ask
 class Policies:
     model: str
 
-    def infos(self) -> Sequence[Any]:
-        return [SimpleNamespace(name="tuned")]
-
-    def weights_of(self, name: str | None) -> Any:
-        return SimpleNamespace(lasting_content=f"{self.model} {name}")
+    def lasting_contents(self) -> dict[str | None, str]:
+        return {name: f"{self.model} {name}" for name in (None, "tuned")}
 
 
 @dataclass
