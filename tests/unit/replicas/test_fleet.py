@@ -362,6 +362,9 @@ def disturb(network: Network, dice: random.Random) -> None:
             dice.shuffle(numbers)
             half = dice.randrange(len(numbers))
             network.cut(numbers[:half], numbers[half:])
+            if dice.random() < 0.5:
+                for server in network.servers.values():
+                    server.run(tried(excuse(server)))
         case 1 | 2:
             network.cuts, network.one_way_cuts = set(), set()
         case 3:
@@ -369,6 +372,12 @@ def disturb(network: Network, dice: random.Random) -> None:
             network.one_way_cuts.add((first, second))
         case _:
             network.latency_s = dice.choice((0.001, 0.3, 1.5))
+
+
+async def excuse(server: Server) -> None:
+    """Let a part of a fleet change without the others, once it knows that they are silent."""
+    await asyncio.sleep(5 * POLL_S)
+    await server.fleet.apply(force=True)
 
 
 def meet(server: Server, dice: random.Random, kind: int) -> None:
