@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import subprocess
 import termios
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -59,6 +60,15 @@ class PseudoTerminal:
             assert self._show_more(), f"the program ended; it showed {self.shown!r}"
         begin, self._read = self._read, place + len(text)
         return self.shown[begin : self._read]
+
+    def wait_until_asleep(self) -> None:
+        """Return once the program waits for something.
+
+        readline loses a signal that comes just before it waits for a key.
+        """
+        command = ["ps", "-o", "stat=", "-p", str(self.process.pid)]
+        while not subprocess.run(command, capture_output=True, check=True).stdout.startswith(b"S"):
+            pass
 
     def wait_for_end(self) -> int:
         """Return the exit status once the program has ended."""

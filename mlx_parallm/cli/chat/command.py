@@ -147,8 +147,9 @@ class Chat:
             if reasoning := delta.get("reasoning"):
                 self._terminal.write(reasoning, is_dim=True)
             if content := delta.get("content"):
-                self._terminal.write(content)
+                # Ctrl-C may come at any point: what is shown is part of the conversation.
                 parts.append(content)
+                self._terminal.write(content)
 
     def _attach(self, path: str) -> None:
         self._conversation.attach(path)

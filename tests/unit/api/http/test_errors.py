@@ -25,6 +25,7 @@ MAKE: dict[type, Any] = {
     errors.ContextLengthError: lambda: errors.ContextLengthError(10, "Too long."),
     errors.ModelNotFoundError: lambda: errors.ModelNotFoundError("m"),
     errors.PausedError: errors.PausedError,
+    errors.PeerRefusedError: lambda: errors.PeerRefusedError("why", status=409),
     errors.RankLostError: lambda: errors.RankLostError(1, "is gone"),
 }
 ALL = [
