@@ -71,7 +71,7 @@ class Fleet:
             restart_delay_s: returns the seconds to wait after so many earlier deaths in a row.
             seed: draws the seeds of requests without one.
             outlives_engines: True to go on when the last engine has died, and refuse everything
-                until one has been started anew: a network may be down for a moment.
+                until one has been started anew: all may be cut off for a moment.
         """
         self._outlives_engines = outlives_engines
         self._restart_delay_s = restart_delay_s or delay_after
