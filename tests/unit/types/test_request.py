@@ -29,6 +29,7 @@ FILLED = GenerateRequest(
     inputs=(ModelInput(kind=InputKind.PROMPT_EMBEDS, content="rows", arrays={}, nbytes=4),),
     turn_start=2,
     answer_start=3,
+    is_local=True,
 )
 # WAYS: what happens to a request on its way, and the fields that it changes.
 WAYS: dict[str, tuple[Callable[[GenerateRequest], GenerateRequest], set[str]]] = {
