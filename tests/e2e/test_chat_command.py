@@ -62,6 +62,8 @@ def test_a_conversation(server: ServerProcess, tmp_path: Path) -> None:
         terminal.wait_for("  demo:see")
         terminal.wait_for(PROMPT)
         terminal.type("/model demo:see\n")
+        # Keys that come before a prompt are shown twice.
+        terminal.wait_for(PROMPT)
         # Terminals write the path of a dropped file so.
         path = str(image).replace(" ", "\\ ")
         terminal.type(f"{path} What colour is it?\n")
@@ -69,6 +71,7 @@ def test_a_conversation(server: ServerProcess, tmp_path: Path) -> None:
         assert "red" in terminal.wait_for(PROMPT)
         terminal.type(f"/clear\n/image {image}\n")
         terminal.wait_for("1 image for the next question")
+        terminal.wait_for(PROMPT)
         terminal.type("What shape is it?\n")
         terminal.wait_for("it?")
         assert "circle" in terminal.wait_for(PROMPT)
