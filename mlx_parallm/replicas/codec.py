@@ -156,7 +156,6 @@ def _encode_load(load: ModelLoad) -> Head:
     return {"kind": entries.LOAD_MODEL, "name": (load.names or (load.model,))[0], **head}
 
 
-#: ``Folders``: what a server knows of folders: that of a path, and that of a model by its name.
 @dataclass(frozen=True, slots=True)
 class Folders:
     """The folders of a server.
