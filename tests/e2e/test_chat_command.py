@@ -229,6 +229,7 @@ def test_a_server_that_it_starts_ends_with_it(end: str) -> None:
         terminal.type("What is 17 + 25?\n")
         terminal.wait_for("25?")
         terminal.wait_for(PROMPT)
+        terminal.wait_until_asleep()
         # It is not the server that Ctrl-C interrupts.
         terminal.type(CTRL_C)
         terminal.wait_for("Ctrl-D leaves")
