@@ -62,7 +62,8 @@ class ChainFetch:
         runs: its blocks in order.
         state: the state after its last block, without which nothing of it is used; None for models
             without a state.
-        compute_s: how long computing them takes, in seconds; None if that is unknown.
+        compute_s: how long computing them takes, in seconds, times the patience with which they
+            are read; None if that is unknown.
         clock: returns seconds.
         reads: of the runs; none before it is begun.
         asked_s: when it was asked for.
@@ -223,7 +224,7 @@ class UnitPace:
         new, old = seconds / count, self._unit_s
         self._unit_s = new if old is None else old + NEW * (new - old)
 
-    def predict(self, count: int) -> float | None:
+    def predict(self, count: float) -> float | None:
         """Return how long ``count`` of them take, in seconds; None if it is unknown."""
         return None if self._unit_s is None else count * self._unit_s
 
@@ -313,16 +314,18 @@ class FetchQueue:
         state: Run | None = None,
         *,
         pace: UnitPace | None = None,
+        patience: float = 1.0,
     ) -> ChainFetch | None:
-        """Read a chain as soon as there is room for it; None if computing it is faster.
+        """Read a chain as soon as there is room for it; None if that is likely to take too long.
 
         Args:
             runs: its blocks.
             num_tokens: those that are not computed then.
             state: the state after the last block, if the model has one.
             pace: measures such tokens; None for those of prompts.
+            patience: times as long as computing takes that reading may take.
         """
-        compute_s = (pace or self.computing).predict(num_tokens)
+        compute_s = (pace or self.computing).predict(patience * num_tokens)
         fetch = ChainFetch(runs, state, compute_s, self._clock, asked_s=self._clock())
         if not self._is_worth(fetch):
             return None

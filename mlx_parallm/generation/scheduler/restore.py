@@ -17,6 +17,11 @@ from mlx_parallm.generation.scheduler.sequence import Sequence
 from mlx_parallm.generation.scheduler.snapshotting import Snapshotter
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
 
+# PATIENCE: times as long as computing takes here that another server may take to compute a prompt
+# while streams run: they do not pause for it. If it is as fast as this one, sending may take as
+# long as computing.
+PATIENCE = 2.0
+
 #: Gives a running sequence blocks for its next tokens; False if it was preempted for lack of them.
 MakeRoom = Callable[[Sequence, int, StepPlan], bool]
 
@@ -88,7 +93,8 @@ class Restorer:
         if self._tiers.prefiller is not None:
             elsewhere = self._elsewhere(sequence, table, known, chain)
             if elsewhere is not None:
-                if self._begin(sequence, table, elsewhere):
+                patience = PATIENCE if self._has_streams else 1.0
+                if self._begin(sequence, table, elsewhere, patience):
                     return sequence.is_blocked
                 self._tiers.prefiller.count_declined("slow")
         return chain is not None and self._begin(sequence, table, chain) and sequence.is_blocked
@@ -110,12 +116,15 @@ class Restorer:
         )
         return self._kv.stored.elsewhere(table, known, chain, prompt)
 
-    def _begin(self, sequence: Sequence, table: BlockTable, chain: StoredChain) -> bool:
-        """Begin to read a chain, or await who reads it; False if computing it is faster."""
+    def _begin(
+        self, sequence: Sequence, table: BlockTable, chain: StoredChain, patience: float = 1.0
+    ) -> bool:
+        """Begin to read a chain, or await who reads it; False if it is likely to take too long."""
         if (followed := self._find_followed(chain)) is not None:
             sequence.arrivals.append(followed)
             return True
-        fetch = self._tiers.fetches.add(chain.runs, chain.num_tokens, chain.state)
+        fetches = self._tiers.fetches
+        fetch = fetches.add(chain.runs, chain.num_tokens, chain.state, patience=patience)
         if fetch is None:
             return False
         sequence.fetch = fetch
@@ -175,10 +184,7 @@ class Restorer:
         ]
         if not filling:
             return
-        has_streams = any(
-            row.num_remaining == 1 and not row.arrived and not row.is_blocked
-            for row in self._running
-        )
+        has_streams = self._has_streams
         limit = self._tiers.piece if has_streams else self._tiers.alone_piece
         for sequence in filling:
             if sequence.held is not None:
@@ -195,6 +201,13 @@ class Restorer:
             if sequence.fetch is not None and not sequence.arrived:
                 sequence.num_drafted = self._kv.count_drafted(sequence.blocks)
                 self._running.end_fetch(sequence)
+
+    @property
+    def _has_streams(self) -> bool:
+        return any(
+            row.num_remaining == 1 and not row.arrived and not row.is_blocked
+            for row in self._running
+        )
 
     def _fill_next(self, sequence: Sequence, plan: StepPlan) -> None:
         arrived = sequence.arrived.popleft()

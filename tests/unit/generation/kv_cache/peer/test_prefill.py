@@ -301,6 +301,31 @@ def test_a_peer_that_takes_longer_than_computing_is_declined(peer: Server) -> No
     assert decoder.prefiller.declined == {"slow": 1}
 
 
+@pytest.mark.parametrize("has_stream", [False, True])
+@pytest.mark.parametrize("times", [0.9, 1.5, 2.5])
+def test_a_peer_may_take_twice_as_long_as_computing_while_streams_run(
+    peer: Server, has_stream: bool, times: float
+) -> None:
+    link = ServerLink(peer)
+    decoder = Decoder(link)
+    computing = decoder.tiers.fetches.computing
+
+    def pass_time(number: int) -> None:
+        decoder.harness.now_s += times if number == 1 else 0.0
+
+    link.fault = pass_time
+    computing.observe(NUM_FOUND * SIZE, 1.0)
+    decoder.complete()
+    assert decoder.prefiller.used == 1
+    if has_stream:
+        ask(decoder.harness, "stream", [9], max_tokens=50)
+        decoder.harness.step()
+    decoder.complete(OTHER)
+    is_used = times < (2.0 if has_stream else 1.0)
+    assert decoder.prefiller.used == 1 + is_used
+    assert decoder.prefiller.declined == ({} if is_used else {"slow": 1})
+
+
 @pytest.mark.parametrize("length", [1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE])
 def test_a_prompt_of_few_tokens_does_not_wait(peer: Server, length: int) -> None:
     link = ServerLink(peer)
