@@ -27,10 +27,12 @@ from mlx_parallm.engine.sources import MODEL, ModelSources, default_for
 from mlx_parallm.engine.status import ModelState, ModelStatus
 from mlx_parallm.types.errors import (
     ConfigError,
+    ConflictError,
     InvalidRequestError,
     ModelLoadError,
     ModelNotFoundError,
     PausedError,
+    PermissionDeniedError,
 )
 from mlx_parallm.types.work import Request
 
@@ -276,6 +278,28 @@ class ModelDirectory:
         """Raise what ``unload`` would."""
         self._unloadable(name)
 
+    def check_delete(self, name: str) -> None:
+        """Check that a model or adapter was loaded at run time, and that nothing loads it again.
+
+        Raises:
+            ModelNotFoundError: nothing has this name of its own.
+            PermissionDeniedError: the server was started with it.
+            ConflictError: it lies in a folder of the server's own.
+        """
+        entry, adapter = self.address(name)
+        if entry is None or (adapter is None and name not in entry.names):
+            raise self._control.names.not_found(name)
+        if adapter is None and not entry.is_added and not entry.is_listed:
+            raise PermissionDeniedError(
+                f"The server was started with {name}; /v1/models/unload frees its memory.",
+                param=MODEL,
+            )
+        if entry.is_listed if adapter is None else self._control.names.may_return(adapter.name):
+            route = "/v1/models/unload" if adapter is None else f"DELETE /v1/adapters/{name}"
+            raise ConflictError(
+                f"{name} lies in a folder of the server; {route} frees its memory.", param=MODEL
+            )
+
     async def unload(self, name: str) -> ModelStatus:
         """Admit no more requests of a model, and free its memory once those have ended.
 
@@ -349,7 +373,7 @@ class ModelDirectory:
             if self.is_taken(name):
                 raise _name_is_taken(name)
         config = replace(self._defaults, path=source, served_names=names)
-        return ModelEntry(self._with_settings(config, load), names)
+        return ModelEntry(self._with_settings(config, load), names, is_added=True)
 
 
 def _folder_of(entry: ModelEntry) -> Path:

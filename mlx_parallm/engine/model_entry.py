@@ -34,6 +34,7 @@ class ModelEntry:
         is_changed: True if its weights are not those of its folder any more.
         is_gone: True if it was unloaded: no request may begin any more.
         is_listed: True if it lies in a folder of models, where its name stays known.
+        is_added: True if it was added while the server runs, and its name goes when it is unloaded.
         ttl_s: seconds after the last request until it is evicted; None: for ever.
         stay_s: the same for its present stay in memory, as a request has asked for it; None: none.
         progress: of the load, from 0 to 1.
@@ -58,6 +59,7 @@ class ModelEntry:
     is_changed: bool = False
     is_gone: bool = False
     is_listed: bool = False
+    is_added: bool = False
     ttl_s: float | None = None
     stay_s: float | None = None
     progress: float = 0.0

@@ -77,6 +77,7 @@ GENERATING: dict[str, dict[str, Any]] = {
 }
 COUNTING: dict[str, tuple[str, dict[str, Any]]] = {
     "/tokenize": ("count", {"messages": CHAT}),
+    "/v1/chat/completions/input_tokens": ("input_tokens", {"messages": CHAT}),
     "/v1/messages/count_tokens": ("input_tokens", CLAUDE),
     "/v1/responses/input_tokens": ("input_tokens", CODEX),
 }

@@ -314,6 +314,7 @@ LARGE = data_url(file_of(noise(size=(800, 600))))
     ("path", "body"),
     [
         ("/tokenize", {"messages": chat(LARGE)["messages"]}),
+        ("/v1/chat/completions/input_tokens", {"messages": chat(LARGE)["messages"]}),
         ("/v1/messages/count_tokens", {"messages": anthropic(LARGE)["messages"]}),
         ("/v1/responses/input_tokens", {"input": responses(LARGE)["input"]}),
     ],

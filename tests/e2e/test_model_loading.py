@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 
+from tests.adapter_files import CONFIG, upload
 from tests.embedder_folder import write_embedder
 from tests.golden_adapters import golden_upload, read_golden_adapter
 from tests.server_process import ServerProcess
@@ -135,6 +136,33 @@ def test_models_that_generate_come_and_go(server: ServerProcess) -> None:
         assert chat(server, old).status_code == 404
         assert post(server, "/v1/models/load", model="mlx-parallm-demo", name=new).is_success
         assert chat(server, new).json()["choices"] == before
+
+
+def delete(server: ServerProcess, name: str, key: str = "admin") -> Any:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
+        return client.models.delete(name)
+
+
+def test_what_was_loaded_at_run_time_is_deleted(server: ServerProcess) -> None:
+    before = set(served(server))
+    assert post(server, "/v1/models/load", model="one", name=["org/one", "1"]).is_success
+    uploaded = httpx2.post(
+        f"{server.url}/v1/update_adapter_weights",
+        content=upload(7),
+        params={"name": "mine", "config": json.dumps(CONFIG)},
+        headers=ADMIN | {"content-type": "application/octet-stream"},
+    )
+    assert uploaded.is_success, uploaded.text
+    for name in ("mine", "org/one"):
+        with pytest.raises(openai.AuthenticationError):
+            delete(server, name, key="key")
+        gone = delete(server, name)
+        assert (gone.id, gone.object, gone.deleted) == (name, "model", True)
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            delete(server, name)
+    assert set(served(server)) == before
+    with pytest.raises(openai.PermissionDeniedError, match="started with mlx-parallm-demo"):
+        delete(server, "mlx-parallm-demo")
 
 
 def test_half_a_folder_is_not_loaded(server: ServerProcess, root: Path) -> None:

@@ -110,10 +110,3 @@ async def list_checkpoints(
     checkpoints = jobs.get(job_id).checkpoints
     objects = [checkpoint_object(job_id, checkpoint) for checkpoint in reversed(checkpoints)]
     return page(objects, after=after, limit=limit)
-
-
-@routes.delete("/v1/models/{model_id:path}")
-async def delete_model(model_id: str, jobs: JobsDep) -> dict[str, Any]:
-    """Delete a model that a job has made; its job stays."""
-    await jobs.delete_model(model_id)
-    return {"object": "model", "id": model_id, "deleted": True}

@@ -182,18 +182,14 @@ class JobService:
             await self._served.forget_kept(name)
         files.delete()
 
-    async def delete_model(self, name: str) -> None:
-        """Serve a job's result or checkpoint no more, and delete its files.
-
-        Raises:
-            NotFoundError: no job has made such a model.
-        """
+    async def delete_model(self, name: str) -> bool:
+        """Serve a job's result or checkpoint no more, and delete its files; False if it is none."""
         for files in self._jobs.values():
             if name in self._names(files):
                 await self._served.forget_kept(name)
                 self._drop(files, name)
-                return
-        raise NotFoundError(f"No job has made a model {name[:200]!r}.", param="model")
+                return True
+        return False
 
     def _drop(self, files: JobFiles, name: str) -> None:
         if files.record.fine_tuned_model == name:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from fastapi import Header, Query
+from fastapi import Header, Query, Request
 from pydantic import AliasChoices, BeforeValidator, Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.control.weights.schema import FolderPath, Name
@@ -24,6 +24,7 @@ from mlx_parallm.engine.kind import ModelLoad
 from mlx_parallm.engine.models import ModelMemory, ServedModel
 from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.training.jobs.service import JobService
 from mlx_parallm.types.errors import InvalidRequestError
 
 routes = Routes(SERVER, short=True)
@@ -173,6 +174,23 @@ async def retrieve_model(
     """
     card = _card(engine, model_id, _status(engine, model_id), await engine.memory())
     return card if anthropic_version is None else anthropic_model(card)
+
+
+@routes.delete("/v1/models/{model_id:path}", access=Access.ADMIN)
+async def delete_model(model_id: str, request: Request, engine: EngineDep) -> dict[str, Any]:
+    """Unload an adapter or a model that was loaded at run time, or delete what a job has made.
+
+    Running requests finish with it; a job stays. Other models are refused.
+    """
+    jobs: JobService | None = request.app.state.jobs
+    if jobs is None or not await jobs.delete_model(model_id):
+        engine.directory.check_delete(model_id)
+        status = _status(engine, model_id)
+        if status.parent is not None:
+            await engine.control.unload_adapter(status.names[0])
+        else:
+            await engine.unload_model(model_id)
+    return {"id": model_id, "object": "model", "deleted": True}
 
 
 @routes.get("/v1/memory")
