@@ -1,0 +1,1 @@
+"""Conversations and chats that clients store: they outlive the server's process."""
