@@ -41,11 +41,13 @@ NAMELESS: dict[str, dict[str, Any]] = {
     "/inference/v1/generate": {"token_ids": [65], "sampling_params": {}},
 }
 # These routes name a model that is not served yet, that they unload, or that is to be trained.
+# Open Responses wants the last one to require a model.
 NAMING = {
     "/v1/models/load",
     "/v1/models/unload",
     "/v1/training/sessions",
     "/v1/fine_tuning/jobs",
+    "/v1/responses/compact",
 }
 
 

@@ -34,6 +34,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HI},
     "/v1/completions": {"prompt": "hi"},
     "/v1/responses": {"input": "hi"},
+    "/v1/responses/compact": {"model": "alias", "input": "hi"},
     "/v1/responses/input_tokens": {"input": "hi"},
     "/v1/messages": {"messages": HI, "max_tokens": 4},
     "/v1/rl/rollout": {"prompts": ["hi"]},

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import httpx2
 import openai
 import pytest
 from openai.types import responses
 
+from mlx_parallm.api.responses.schema import Includable
 from mlx_parallm.generation.event_stream import EventStream
 from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import OverloadedError, StepError
@@ -236,7 +237,7 @@ def test_what_an_agent_sends_passes(engine: FakeEngine, url: str) -> None:
         "parallel_tool_calls": True,
         "reasoning": {"effort": "medium", "summary": "auto", "context": "auto"},
         "store": False,
-        "include": ["reasoning.encrypted_content", "something.else"],
+        "include": ["reasoning.encrypted_content", "web_search_call.results"],
         "prompt_cache_key": "0199",
         "client_metadata": {"x-codex-installation-id": "1"},
         "service_tier": "priority",
@@ -337,6 +338,11 @@ def test_an_error_in_the_middle_ends_the_stream(engine: FakeEngine, url: str) ->
         ({"metadata": {f"k{number}": "" for number in range(17)}}, "metadata"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
+        ({"include": ["reasoning.encrypted_content", "x"]}, "include"),
+        ({"include": "reasoning.encrypted_content"}, "include"),
+        ({"input": [{"type": "compaction"}]}, "input[0].encrypted_content"),
+        ({"input": [{"type": "compaction", "encrypted_content": "gAAA"}]},
+         "input[0].encrypted_content"),
         ({"n": 2}, "n"),
         ({"background": True, "store": False}, "background"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
@@ -485,3 +491,51 @@ def test_tokens_of_an_input(url: str) -> None:
     named = call(url, "POST", "/input_tokens", model=None, instructions="x").json()
     assert named["input_tokens"] == len("system: x\nuser: hi\n")
     assert call(url, "POST", "/input_tokens", model="no").status_code == 404
+
+
+def test_every_value_of_include_is_taken(url: str) -> None:
+    values = get_args(responses.ResponseIncludable)
+    assert post(url, include=list(values))["status"] == "completed"
+    assert set(values) == set(get_args(Includable)), "OpenAI's values have changed"
+
+
+def test_a_summary_is_an_input(engine: FakeEngine, client: openai.OpenAI) -> None:
+    first = client.responses.create(model="alias", input="ab")
+    engine.submitted.get()
+    engine.script = write("<think>\nhm\n</think>\n\nThey met.")
+    compacted = client.responses.compact(
+        model="alias", previous_response_id=first.id, input=[{"role": "user", "content": "bye"}]
+    )
+    prompt = bytes(engine.submitted.get().prompt_ids).decode()
+    assert prompt.startswith("user: ab\nassistant: hello\nuser: bye\n\nSum up")
+    assert compacted.object == "response.compaction"
+    output: Any = compacted.to_dict(warnings=False)["output"]
+    assert [item["type"] for item in output] == ["message", "message", "compaction"]
+    assert compacted.usage.output_tokens > 0
+    more: Any = [*output, {"role": "user", "content": "and?"}]
+    client.responses.create(model="alias", input=more)
+    prompt = bytes(engine.submitted.get().prompt_ids).decode()
+    assert prompt.startswith("user: ab\nuser: bye\nuser: A summary")
+    assert prompt.endswith("They met.\nuser: and?\n")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"model": None}, "model"),
+        ({"input": []}, "input"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id"),
+    ],
+)
+def test_what_cannot_be_summed_up_is_refused(url: str, body: dict[str, Any], param: str) -> None:
+    response = call(url, path="/compact", **body)
+    assert response.status_code in (400, 404), response.text
+    assert response.json()["error"]["param"] == param
+
+
+def test_an_empty_summary_is_an_error(engine: FakeEngine, url: str) -> None:
+    engine.script = write("")
+    response = call(url, path="/compact")
+    assert response.status_code == 500
+    assert "no summary" in response.json()["error"]["message"]

@@ -21,7 +21,9 @@ FindItem = Callable[[str], Item | None]
 
 ROLES = ("user", "system", "developer", "assistant")
 ID_BYTES = 16
-SEAL = "mlx_parallm reasoning: "
+# REASONING_SEAL, SUMMARY_SEAL: how texts begin that clients keep unread.
+REASONING_SEAL = "mlx_parallm reasoning: "
+SUMMARY_SEAL = "mlx_parallm summary: "
 ID_PREFIXES = {
     "message": "msg",
     "function_call": "fc",
@@ -29,6 +31,7 @@ ID_PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
+    "compaction": "cmp",
 }
 # Items of tools that run on OpenAI's servers: no model here can use them.
 HOSTED = frozenset(
@@ -67,18 +70,18 @@ def new_id(type_: str) -> str:
     return f"{ID_PREFIXES[type_]}_{secrets.token_hex(ID_BYTES)}"
 
 
-def sealed(text: str) -> str:
-    """Reasoning as a client hands it back unread: base64, no secret."""
-    return base64.urlsafe_b64encode(f"{SEAL}{text}".encode()).decode()
+def sealed(text: str, seal: str = REASONING_SEAL) -> str:
+    """Return a text as a client hands it back unread: base64, no secret."""
+    return base64.urlsafe_b64encode(f"{seal}{text}".encode()).decode()
 
 
-def unsealed(value: str) -> str | None:
-    """Return the reasoning that ``sealed`` made this of; None if it is somebody else's."""
+def unsealed(value: str, seal: str = REASONING_SEAL) -> str | None:
+    """Return the text that ``sealed`` made this of; None if it is somebody else's."""
     try:
         text = base64.urlsafe_b64decode(value.encode()).decode()
     except (binascii.Error, ValueError):
         return None
-    return text.removeprefix(SEAL) if text.startswith(SEAL) else None
+    return text.removeprefix(seal) if text.startswith(seal) else None
 
 
 def input_items(content: str | Sequence[Mapping[str, Any]], find: FindItem) -> list[Item]:
@@ -217,6 +220,13 @@ def _reasoning(item: BodyValue) -> Item:
     }
 
 
+def _compaction(item: BodyValue) -> Item:
+    content = item["encrypted_content"]
+    if unsealed(content.filled_text(), SUMMARY_SEAL) is None:
+        raise content.refusal("is no summary of this server's")
+    return _head(item, "compaction") | {"encrypted_content": content.value}
+
+
 def _texts(parts: BodyValue, type_: str) -> list[Item]:
     if parts.value is None:
         return []
@@ -236,4 +246,5 @@ _READERS: Mapping[str, Callable[[BodyValue], Item]] = {
     "custom_tool_call": _custom_call,
     "custom_tool_call_output": _output,
     "reasoning": _reasoning,
+    "compaction": _compaction,
 }

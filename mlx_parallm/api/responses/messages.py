@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from mlx_parallm.api.responses.items import IMAGE, Item, unsealed
+from mlx_parallm.api.responses.items import IMAGE, SUMMARY_SEAL, Item, unsealed
 from mlx_parallm.api.responses.tools import flat_name
 from mlx_parallm.api.turns.images import Detail, ImageSource, image_part
 
 Message = dict[str, Any]
+SUMMARY = "A summary of this conversation up to here:"
 NO_PLACES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -55,6 +56,9 @@ class _Conversation:
             case "function_call":
                 function = {"name": _called(item), "arguments": item["arguments"]}
                 self._add_call(item, {"type": "function", "function": function})
+            case "compaction":
+                summary = unsealed(item["encrypted_content"], SUMMARY_SEAL)
+                self.messages.append({"role": "user", "content": f"{SUMMARY}\n\n{summary}"})
             case "custom_tool_call":
                 custom = {"name": _called(item), "input": item["input"]}
                 self._add_call(item, {"type": "custom", "custom": custom})

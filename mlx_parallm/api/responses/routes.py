@@ -18,9 +18,10 @@ from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED, EventStreamResponse
 from mlx_parallm.api.responses.answer import ResponseAnswer
+from mlx_parallm.api.responses.compaction import CompactionAnswer, prepare_summary, summary_turn
 from mlx_parallm.api.responses.items import placed_images
 from mlx_parallm.api.responses.request import FIELDS, input_turn, response_turn
-from mlx_parallm.api.responses.schema import InputTokensRequest, ResponsesRequest
+from mlx_parallm.api.responses.schema import CompactRequest, InputTokensRequest, ResponsesRequest
 from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.store import StoredResponse
 from mlx_parallm.api.responses.tools import ResponseTool, response_tools
@@ -81,11 +82,35 @@ async def create_response(
     return _events(job.events(0), prelude) if body.stream else JSONResponse(job.response())
 
 
+@routes.post("/v1/responses/compact")
+async def compact_conversation(
+    body: CompactRequest, prelude: PreludeDep, responses: ResponsesDep
+) -> Response:
+    """Sum up a conversation; the output is an input for what follows it. Nothing is stored."""
+    body.check_input()
+    admitted = await prelude.admit(body.model)
+    items = await prelude.on_body(lambda: responses.items(body, prelude.client))
+    response_id = f"resp_{uuid.uuid4().hex}"
+    num_bytes = len(await prelude.request.body())
+    entry = responses.entry(
+        body, items, response_id=response_id, client=prelude.client, num_bytes=num_bytes
+    )
+    with named_by(FIELDS):
+        turn = summary_turn(
+            body, entry.items, admitted.model, request_id=response_id, client=prelude.client
+        )
+        prepared = await prepare_summary(body, turn, admitted.model, prelude.images)
+    generation = await admitted.start([prepared.request], FIELDS)
+    answer = CompactionAnswer(prepared, entry.items)
+    return await respond(prelude, generation, answer, stream=False)
+
+
 @routes.post("/v1/responses/input_tokens", body_limit=COUNT)
 async def count_input_tokens(
     body: InputTokensRequest, prelude: PreludeDep, responses: ResponsesDep
 ) -> dict[str, Any]:
     """Count the tokens of an input; nothing is generated."""
+    body.check_input()
     client = prelude.client
     _, model = generator(prelude.engine, body.model, takes_sources=True)
     items = await prelude.on_body(lambda: responses.items(body, client))

@@ -19,6 +19,17 @@ from mlx_parallm.types.errors import InvalidRequestError
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
+#: OpenAI's values of ``include``.
+Includable = Literal[
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+]
 # Named by the specification; nothing here can honour them.
 UNSUPPORTED = ("conversation", "prompt")
 
@@ -77,6 +88,18 @@ class ResponsesInput(BaseModel):
     chat_template_kwargs: TemplateKwargs
     mm_processor_kwargs: ProcessorKwargs = None
 
+    def check_input(self) -> None:
+        """Refuse where an input could come from, but not here, by name.
+
+        Raises:
+            InvalidRequestError: a conversation, or a prompt's template.
+        """
+        for name in UNSUPPORTED:
+            if (self.model_extra or {}).get(name):
+                raise InvalidRequestError(
+                    f"{name} is not supported.", param=name, code="unsupported_parameter"
+                )
+
     def template_kwargs(self) -> dict[str, Any]:
         """Return the template's variables; ``chat_template_kwargs`` win over ``reasoning``."""
         return effort_kwargs(self.reasoning and self.reasoning.effort) | self.chat_template_kwargs
@@ -93,10 +116,10 @@ class ResponsesRequest(StreamFields, ThinkingFields, SamplingRequest, ResponsesI
     top_logprobs: StrictInt | None = Field(
         None, ge=0, description="Alternatives per token of the text, with its log-probabilities."
     )
-    include: list[StrictStr] = Field(
-        default_factory=list,
-        description=f"Further parts of the answer: {LOGPROBS}, {ENCRYPTED_REASONING}; "
-        "others are ignored.",
+    include: Annotated[list[Includable], Field(fail_fast=True)] = Field(
+        default_factory=list[Includable],
+        description=f"Further parts of the answer: {LOGPROBS}, {ENCRYPTED_REASONING}; OpenAI's "
+        "others have no effect.",
     )
     store: StrictBool = Field(True, description="Keep the response, within the server's bounds.")
     background: StrictBool = Field(
@@ -115,7 +138,7 @@ class ResponsesRequest(StreamFields, ThinkingFields, SamplingRequest, ResponsesI
         Raises:
             InvalidRequestError: a conversation, a prompt's template, or several samples.
         """
-        self.refuse(*UNSUPPORTED)
+        self.check_input()
         n = (self.model_extra or {}).get("n")
         if n and n != 1:
             raise InvalidRequestError(
@@ -142,3 +165,14 @@ class InputTokensRequest(NullIsAbsent, ResponsesInput):
     model_config = ConfigDict(extra="allow")
 
     model: StrictStr | None = Field(None, description="A served model's name; default: the first.")
+
+
+class CompactRequest(NullIsAbsent, ResponsesInput):
+    """A conversation to be summed up."""
+
+    without_effect = frozenset({"prompt_cache_options", "prompt_cache_retention", "service_tier"})
+
+    model_config = ConfigDict(extra="allow")
+
+    model: StrictStr = Field(description="A served model's name.")
+    prompt_cache_key: StrictStr | None = Field(None, description="Accepted and ignored.")

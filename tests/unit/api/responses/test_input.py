@@ -125,7 +125,9 @@ def test_items_of_hosted_tools_are_left_out(type_: str) -> None:
     ("item", "param"),
     [
         ({"type": "nothing"}, ".type"),
-        ({"type": "compaction", "encrypted_content": ""}, ".type"),
+        ({"type": "compaction", "encrypted_content": ""}, ".encrypted_content"),
+        ({"type": "compaction", "encrypted_content": sealed("so")}, ".encrypted_content"),
+        ({"type": "compaction_trigger"}, ".type"),
         ({"type": 1}, ".type"),
         ({"role": "king", "content": ""}, ".role"),
         ({"role": ["user"], "content": ""}, ".role"),
