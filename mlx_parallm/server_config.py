@@ -35,10 +35,11 @@ class ServerConfig:
             off.
         max_stored_responses: most responses kept in memory for /v1/responses; 0 keeps none.
         max_stored_bytes: most bytes of stored responses together, conversations included.
-        data_dir: folder of files, batches and training sessions; created at start; None serves none
-            of them.
+        data_dir: folder of files, batches, conversations and training sessions; created at start;
+            None serves none of them.
         max_file_bytes: largest uploaded file.
         max_files_bytes: most bytes of all files together.
+        max_conversations_bytes: most bytes of conversations and stored chats together.
         max_training_sessions: most training sessions.
         max_training_session_bytes: most bytes of the data and the log of a training session.
         max_training_bytes: most bytes of the data and the logs of all training sessions together.
@@ -90,7 +91,8 @@ class ServerConfig:
     max_stored_bytes: int = 256 * 2**20
     data_dir: str | None = None
     max_file_bytes: int = 200 * 2**20
-    max_files_bytes: int = 10 * 2**30
+    max_files_bytes: int = 9 * 2**30
+    max_conversations_bytes: int = 2**30
     max_training_sessions: int = 100
     max_training_session_bytes: int = 2**30
     max_training_bytes: int = 10 * 2**30

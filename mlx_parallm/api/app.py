@@ -44,6 +44,7 @@ from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.store import ResponseStore
 from mlx_parallm.api.turns.images import Images
 from mlx_parallm.batch_jobs.service import BatchService
+from mlx_parallm.conversations.service import ConversationService
 from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient, RequestClient
 from mlx_parallm.training.jobs.service import JobService
@@ -96,7 +97,7 @@ SLICES = (
     "page.routes",
 )
 #: Those of applications with a data folder.
-STORING_SLICES = ("files.routes", "files.batches")
+STORING_SLICES = ("files.routes", "files.batches", "conversations.routes")
 #: Those of applications with ``--kv-serve``.
 KV_SLICES = ("kv.routes",)
 #: Those of servers that change together.
@@ -150,6 +151,7 @@ def create_app(
         ResponseStore(config.max_stored_responses, config.max_stored_bytes)
     )
     app.state.policies = ArtPolicies()
+    app.state.conversations = _conversations(config)
     app.state.batches = make_batch_service(app, engine.config.scheduler, config, max_waiting)
     app.state.training = _training(app, engine, config)
     app.state.jobs = _jobs(app, engine, config)
@@ -184,6 +186,17 @@ def _replicas(app: FastAPI, engine: EngineClient, config: ServerConfig) -> Repli
         key=keys[0] if keys else None,
         max_bytes=max(config.max_adapter_bytes, config.max_weights_bytes),
         models=engine.config.models,
+    )
+
+
+def _conversations(config: ServerConfig) -> ConversationService | None:
+    """Return the conversations of an application; None if it has no data folder."""
+    if config.data_dir is None:
+        return None
+    return ConversationService(
+        Path(config.data_dir) / "conversations",
+        config.max_conversations_bytes,
+        separates_owners=config.separates_keys,
     )
 
 
@@ -250,6 +263,9 @@ async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
         if training is not None:
             await training.stop()
         await app.state.responses.stop()
+        conversations: ConversationService | None = app.state.conversations
+        if conversations is not None:
+            await conversations.stop()
 
 
 def create_request_app(

@@ -73,7 +73,7 @@ FOLDED = (
             "max-stored-responses-bytes", "max-stored-responses-bytes, which allows a response "
             "for each 256KiB, and 1024 at least; with 0 there are none"),
     _folded("max-files-size", "server.max_files_bytes", values.size, STORAGE,
-            DATA, f"{DATA}, half of which is for files"),
+            DATA, f"{DATA}, nine twentieths of which are for files"),
     _folded("max-training-size", "server.max_training_bytes", values.size, STORAGE,
             DATA, f"{DATA}, half of which is for training sessions"),
     _folded("max-training-session-size", "server.max_training_session_bytes", values.size, STORAGE,

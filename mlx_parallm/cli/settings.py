@@ -28,9 +28,12 @@ from mlx_parallm.server_config import CACHE_SCOPES
 from mlx_parallm.types.request import LOGPROBS_MODES
 
 
-def _part(divisor: int, least: int = 0) -> Callable[[int], int]:
-    """Return a function that divides a size; ``least`` bounds the result, unless the size is 0."""
-    return lambda size: max(size // divisor, least) if size else 0
+def _part(divisor: int, least: int = 0, *, times: int = 1) -> Callable[[int], int]:
+    """Return a function that takes so many ``times`` a part of a size.
+
+    ``least`` bounds the result, unless the size is 0.
+    """
+    return lambda size: max(times * size // divisor, least) if size else 0
 
 
 def _same(value: Any) -> Any:
@@ -370,20 +373,23 @@ SETTINGS: tuple[Setting, ...] = (
              "URLs that rollouts may call for the reward of a sample; requests must name them "
              "exactly. None if not given. See docs/rl-api.md.", metavar="URL"),
     _setting("data-dir", "server.data_dir", values.text, STORAGE,
-             "folder of files, batches and training sessions, created at start; only one server at "
-             "a time can use it. If not given: mlx_parallm in $XDG_DATA_HOME or ~/.local/share, on "
-             "a Mac in ~/Library/Application Support.",
+             "folder of files, batches, conversations, stored chats and training sessions, created "
+             "at start; only one server at a time can use it. If not given: mlx_parallm in "
+             "$XDG_DATA_HOME or ~/.local/share, on a Mac in ~/Library/Application Support.",
              metavar="FOLDER"),
     _setting("max-file-bytes", "server.max_file_bytes", values.size, STORAGE,
              "largest file that can be uploaded, such as 200MiB.", metavar="SIZE"),
     _setting("max-data-bytes", "", values.size, STORAGE,
              "most bytes of what clients keep in --data-dir; 20GiB if not given. Files may have "
-             "half of it together; beyond that, uploads are refused. The data and logs of all "
-             "training sessions may have the other half, and one session a twentieth of the "
-             "whole; beyond that, sessions are paused, and new ones are refused with 409. There "
-             "may be a session for each 200MiB.",
+             "nine twentieths of it together; beyond that, uploads are refused. Conversations and "
+             "stored chats may have a twentieth, and those of one key half of that if there are "
+             "several; beyond that, a key's oldest chats are evicted, and items of conversations "
+             "refused. The data and logs of all training sessions may have the other half, and "
+             "one session a twentieth of the whole; beyond that, sessions are paused, and new ones "
+             "are refused with 409. There may be a session for each 200MiB.",
              metavar="SIZE",
-             shares=(("server.max_files_bytes", _part(2)),
+             shares=(("server.max_files_bytes", _part(20, times=9)),
+                     ("server.max_conversations_bytes", _part(20)),
                      ("server.max_training_bytes", _part(2)),
                      ("server.max_training_session_bytes", _part(20)),
                      ("server.max_training_sessions", _part(200 << 20, 1)))),

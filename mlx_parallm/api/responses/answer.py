@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
+
+from typing_extensions import override
 
 from mlx_parallm.api.responses.items import Item
 from mlx_parallm.api.responses.output import (
@@ -75,7 +77,7 @@ def response_keys(
         "frequency_penalty": body.frequency_penalty,
         "truncation": body.truncation,
         "user": body.user,
-    }
+    } | ({} if body.conversation is None else {"conversation": {"id": body.conversation_id}})
 
 
 def response_usage(usage: Usage) -> dict[str, Any]:
@@ -97,7 +99,7 @@ class ResponseAnswer(Answer):
         prepared: the turn that answers.
         model: the name in the answer.
         tools: those of the body that the model gets.
-        on_end: called once with the response that has ended, unless it failed.
+        keep: stores the response that has ended, unless it failed.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class ResponseAnswer(Answer):
         *,
         model: str,
         tools: Sequence[ResponseTool],
-        on_end: Callable[[dict[str, Any]], None],
+        keep: Callable[[dict[str, Any]], Awaitable[None]],
     ) -> None:
         self._keys = response_keys(body, prepared.request.request_id, model, tools)
         self._stream = prepared.stream()
@@ -122,7 +124,7 @@ class ResponseAnswer(Answer):
         if body.shows_logprobs:
             names = TokenNames(prepared.model.tokenizer, as_ids=False)
             self._tokens = TextTokens(names)
-        self._on_end = on_end
+        self._keep = keep
         self._sequence_number = 0
         self._status = QUEUED if body.background else IN_PROGRESS
         self._ended: dict[str, Any] | None = None
@@ -152,6 +154,11 @@ class ResponseAnswer(Answer):
     def closing(self) -> list[Event]:
         """Return the events that end the stream."""
         return self._numbered(self._end())
+
+    @override
+    async def settle(self) -> None:
+        if self._ended is not None:
+            await self._keep(self._ended)
 
     def failure(self, error: Mapping[str, Any]) -> list[Event]:
         """Return the events that end a stream that failed."""
@@ -201,7 +208,6 @@ class ResponseAnswer(Answer):
             status = INCOMPLETE
         events = self._writer.close(COMPLETED if status == COMPLETED else INCOMPLETE)
         self._ended = self._response(status)
-        self._on_end(self._ended)
         # There is no event for what was cancelled.
         return [*events, self._lifecycle(COMPLETED if status == COMPLETED else INCOMPLETE)]
 

@@ -84,18 +84,20 @@ def unsealed(value: str, seal: str = REASONING_SEAL) -> str | None:
     return text.removeprefix(seal) if text.startswith(seal) else None
 
 
-def input_items(content: str | Sequence[Mapping[str, Any]], find: FindItem) -> list[Item]:
-    """Return the items of a body's ``input``, each with an id; references become what they name.
+def input_items(
+    content: str | Sequence[Mapping[str, Any]], find: FindItem, *, where: str = "input"
+) -> list[Item]:
+    """Return the items of a body's field, each with an id; references become what they name.
 
     Raises:
         InvalidRequestError: one is malformed, or of a type that is not served; names its field, as
             ``input[3].content[0].type``.
     """
     if isinstance(content, str):
-        message = BodyValue({"role": "user", "content": content}, "input")
+        message = BodyValue({"role": "user", "content": content}, where)
         return [_message(message)] if content else []
     items: list[Item] = []
-    for item in BodyValue(content, "input").entries():
+    for item in BodyValue(content, where).entries():
         kind = item["type"].optional_text() or "message"
         if kind == "item_reference":
             items.append(_referred(item["id"], find))

@@ -62,7 +62,9 @@ class BackgroundJob:
             self._note(answer.opening(None))
             async for prompt, event in self._generation.events():
                 self._note(answer.chunks(prompt, event))
-            self._note(answer.closing())
+            closing = answer.closing()
+            await answer.settle()
+            self._note(closing)
         except asyncio.CancelledError:
             self._note(answer.cancellation())
         except ParallmError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, Query, Request, Response
@@ -19,18 +20,20 @@ from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED, EventStreamResponse
 from mlx_parallm.api.responses.answer import ResponseAnswer
 from mlx_parallm.api.responses.compaction import CompactionAnswer, prepare_summary, summary_turn
+from mlx_parallm.api.responses.conversation import begin_turn, end_turn, read_history
 from mlx_parallm.api.responses.items import placed_images
 from mlx_parallm.api.responses.request import FIELDS, input_turn, response_turn
 from mlx_parallm.api.responses.schema import CompactRequest, InputTokensRequest, ResponsesRequest
 from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.store import StoredResponse
 from mlx_parallm.api.responses.tools import ResponseTool, response_tools
-from mlx_parallm.api.turns.generation import named_by
+from mlx_parallm.api.turns.generation import Generation, named_by
 from mlx_parallm.api.turns.prelude import Admitted, Prelude, PreludeDep, generator
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
 from mlx_parallm.api.turns.sources import num_prompt_tokens
 from mlx_parallm.api.turns.stream import NAMED_EVENTS, respond
 from mlx_parallm.api.turns.truncation import prepare_fitting
+from mlx_parallm.conversations.service import ConversationTurn
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.token_limit import ANY_LENGTH
 
@@ -53,6 +56,21 @@ async def create_response(
     body.check_supported()
     if body.background and INTERNAL_CALLER in prelude.request.scope:
         raise InvalidRequestError("A batch is in the background already.", param="background")
+    turn = await begin_turn(body, prelude)
+    with ExitStack() as stack:
+        if turn is not None:
+            stack.callback(turn.release)
+        return await _create(body, prelude, responses, turn, stack)
+
+
+async def _create(
+    body: ResponsesRequest,
+    prelude: Prelude,
+    responses: ResponseService,
+    turn: ConversationTurn | None,
+    stack: ExitStack,
+) -> Response:
+    """Answer a body; what ``stack`` has is done once the generation has ended."""
     admitted = await prelude.admit(body.model, takes_sources=True)
     items = await prelude.on_body(lambda: responses.items(body, prelude.client))
     entry = responses.entry(
@@ -61,24 +79,27 @@ async def create_response(
         response_id=f"resp_{uuid.uuid4().hex}",
         client=prelude.client,
         num_bytes=len(await prelude.request.body()),
+        history=() if turn is None else turn.items,
     )
     tools = response_tools(body.tools)
     prepared = await _prepare(body, tools, entry, admitted)
 
-    def keep(response: dict[str, Any]) -> None:
+    async def keep(response: dict[str, Any]) -> None:
+        if turn is not None:
+            await end_turn(turn, items, response)
         if body.store and not body.background:
             responses.keep(entry, response)
 
-    answer = ResponseAnswer(body, prepared, model=admitted.name, tools=tools, on_end=keep)
-    if not body.background:
+    async def start() -> Generation:
         generation = await admitted.start([prepared.request], FIELDS)
+        generation.on_end(stack.pop_all().close)
+        return generation
+
+    answer = ResponseAnswer(body, prepared, model=admitted.name, tools=tools, keep=keep)
+    if not body.background:
+        generation = await start()
         return await respond(prelude, generation, answer, stream=body.stream, form=NAMED_EVENTS)
-    job = await responses.make(
-        entry,
-        answer,
-        lambda: admitted.start([prepared.request], FIELDS),
-        keeps_events=body.stream,
-    )
+    job = await responses.make(entry, answer, start, keeps_events=body.stream)
     return _events(job.events(0), prelude) if body.stream else JSONResponse(job.response())
 
 
@@ -93,7 +114,12 @@ async def compact_conversation(
     response_id = f"resp_{uuid.uuid4().hex}"
     num_bytes = len(await prelude.request.body())
     entry = responses.entry(
-        body, items, response_id=response_id, client=prelude.client, num_bytes=num_bytes
+        body,
+        items,
+        response_id=response_id,
+        client=prelude.client,
+        num_bytes=num_bytes,
+        history=await read_history(body, prelude),
     )
     with named_by(FIELDS):
         turn = summary_turn(
@@ -115,7 +141,10 @@ async def count_input_tokens(
     _, model = generator(prelude.engine, body.model, takes_sources=True)
     items = await prelude.on_body(lambda: responses.items(body, client))
     num_bytes = len(await prelude.request.body())
-    entry = responses.entry(body, items, response_id="", client=client, num_bytes=num_bytes)
+    history = await read_history(body, prelude)
+    entry = responses.entry(
+        body, items, response_id="", client=client, num_bytes=num_bytes, history=history
+    )
     with named_by(FIELDS):
         turn = await on_body(
             entry.num_bytes,

@@ -31,7 +31,7 @@ Includable = Literal[
     "message.output_text.logprobs",
 ]
 # Named by the specification; nothing here can honour them.
-UNSUPPORTED = ("conversation", "prompt")
+UNSUPPORTED = ("prompt",)
 
 
 class ReasoningOptions(NullIsAbsent):
@@ -61,6 +61,12 @@ class TextOptions(NullIsAbsent):
 InputItems = Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
+class ConversationName(NullIsAbsent):
+    """A conversation by its id."""
+
+    id: StrictStr = Field(description="Its id.")
+
+
 class ResponsesInput(BaseModel):
     """The input of a model: the part of a body that ``input_tokens`` takes too."""
 
@@ -71,6 +77,11 @@ class ResponsesInput(BaseModel):
     instructions: StrictStr | None = Field(None, description="The first system message.")
     previous_response_id: StrictStr | None = Field(
         None, description="A stored response; its input and output come before this input."
+    )
+    conversation: StrictStr | ConversationName | None = Field(
+        None,
+        description="A conversation, by its id or as an object with it; its items come before this "
+        "input, and input and output are added to it once the response is complete.",
     )
     tools: list[dict[str, Any]] = Field(
         default_factory=list[dict[str, Any]],
@@ -88,17 +99,30 @@ class ResponsesInput(BaseModel):
     chat_template_kwargs: TemplateKwargs
     mm_processor_kwargs: ProcessorKwargs = None
 
+    @property
+    def conversation_id(self) -> str | None:
+        """The id of the body's conversation; None without one."""
+        name = self.conversation
+        return name.id if isinstance(name, ConversationName) else name
+
     def check_input(self) -> None:
         """Refuse where an input could come from, but not here, by name.
 
         Raises:
-            InvalidRequestError: a conversation, or a prompt's template.
+            InvalidRequestError: a prompt's template, or both a response and a conversation.
         """
         for name in UNSUPPORTED:
             if (self.model_extra or {}).get(name):
                 raise InvalidRequestError(
                     f"{name} is not supported.", param=name, code="unsupported_parameter"
                 )
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise InvalidRequestError(
+                "Mutually exclusive parameters: 'previous_response_id' and 'conversation'. Give "
+                "only one of them.",
+                param="previous_response_id",
+                code="mutually_exclusive_parameters",
+            )
 
     def template_kwargs(self) -> dict[str, Any]:
         """Return the template's variables; ``chat_template_kwargs`` win over ``reasoning``."""
@@ -136,7 +160,7 @@ class ResponsesRequest(StreamFields, ThinkingFields, SamplingRequest, ResponsesI
         """Refuse what this server does not do, by name.
 
         Raises:
-            InvalidRequestError: a conversation, a prompt's template, or several samples.
+            InvalidRequestError: a prompt's template, two histories, or several samples.
         """
         self.check_input()
         n = (self.model_extra or {}).get("n")

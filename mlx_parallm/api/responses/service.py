@@ -32,7 +32,11 @@ class ResponseService:
         Raises:
             InvalidRequestError: an item is malformed.
         """
-        return input_items(body.input, lambda item_id: self._store.find_item(item_id, client))
+        return input_items(body.input, lambda item_id: self.find_item(item_id, client))
+
+    def find_item(self, item_id: str, client: str) -> Item | None:
+        """Return an item of any of a client's responses; None if there is none."""
+        return self._store.find_item(item_id, client)
 
     def entry(
         self,
@@ -42,6 +46,7 @@ class ResponseService:
         response_id: str,
         client: str,
         num_bytes: int = 0,
+        history: Sequence[Item] = (),
     ) -> StoredResponse:
         """Return a response to be made, with the input of a body and what came before it.
 
@@ -51,6 +56,7 @@ class ResponseService:
             response_id: of the response.
             client: whose it is.
             num_bytes: the length of the body.
+            history: items of the body's conversation.
 
         Raises:
             InvalidRequestError: the response before it has not ended.
@@ -60,6 +66,9 @@ class ResponseService:
             before = self._before(body.previous_response_id, client)
             items = [*before.conversation(), *items]
             num_bytes += before.num_bytes
+        elif history:
+            items = [*history, *items]
+            num_bytes += _num_bytes(history)
         return StoredResponse(id=response_id, client=client, items=items, num_bytes=num_bytes)
 
     def get(self, response_id: str, client: str) -> StoredResponse:
@@ -166,5 +175,5 @@ class ResponseService:
         return before
 
 
-def _num_bytes(response: dict[str, Any]) -> int:
-    return len(json.dumps(response))
+def _num_bytes(content: Any) -> int:
+    return len(json.dumps(content))

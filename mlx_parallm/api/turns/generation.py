@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Generator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -51,6 +59,7 @@ class Generation:
         self._first: asyncio.Task[Numbered | None] | None = None
         self._iterator = self._single() if len(handles) == 1 else self._merged()
         self._record = current_record()
+        self._at_end: list[Callable[[], None]] = []
 
     @classmethod
     async def start(
@@ -86,8 +95,19 @@ class Generation:
                 await _take_back(engine, tasks)
                 raise
 
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call a function once this has ended, however that comes."""
+        self._at_end.append(callback)
+
     async def abort(self) -> None:
         """End what still runs; after the end it does nothing."""
+        try:
+            await self._abort()
+        finally:
+            while self._at_end:
+                self._at_end.pop()()
+
+    async def _abort(self) -> None:
         if self._first is not None:
             self._first.cancel()
             await asyncio.wait([self._first])

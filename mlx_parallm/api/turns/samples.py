@@ -125,6 +125,15 @@ class Answer(ABC):
         """Return the chunks after the last event's."""
         return []
 
+    async def settle(self) -> None:  # noqa: B027 - most answers store nothing
+        """Store what the request wants stored, after ``whole`` or ``closing``.
+
+        The client gets the end of the answer afterwards, so it may rely on it.
+
+        Raises:
+            ParallmError: it cannot be stored.
+        """
+
     def failure(self, error: Chunk) -> list[Chunk]:
         """Return the chunks that end a stream with an error, the route's object of it."""
         return [error]

@@ -71,7 +71,9 @@ async def _collect(generation: Generation, answer: Answer) -> Response:
     try:
         async for prompt, event in generation.events():
             answer.add(prompt, event)
-        return JSONResponse(answer.whole())
+        whole = answer.whole()
+        await answer.settle()
+        return JSONResponse(whole)
     finally:
         await generation.abort()
 
@@ -105,7 +107,9 @@ async def _encoded(
             data = answer.encoded(prompt, event, form.encode)
             if data:
                 yield data
-        yield form.encode(*answer.closing()) + form.end
+        closing = answer.closing()
+        await answer.settle()
+        yield form.encode(*closing) + form.end
     except ParallmError as error:
         yield form.encode(*answer.failure(body_of(error, request.scope))) + form.end
     except Exception:

@@ -172,7 +172,8 @@ def test_what_was_valid_together_stays_so() -> None:
             "--max-data-bytes",
             "40GiB",
             {
-                "server.max_files_bytes": 20 << 30,
+                "server.max_files_bytes": 18 << 30,
+                "server.max_conversations_bytes": 2 << 30,
                 "server.max_training_bytes": 20 << 30,
                 "server.max_training_session_bytes": 2 << 30,
                 "server.max_training_sessions": 204,
@@ -224,6 +225,7 @@ def test_the_whole_of_the_default_is_the_default_of_its_parts() -> None:
     _, server = read("--max-data-bytes", "20GiB")
     default = ServerConfig()
     assert server.max_files_bytes == default.max_files_bytes
+    assert server.max_conversations_bytes == default.max_conversations_bytes
     assert server.max_training_bytes == default.max_training_bytes
     assert server.max_training_session_bytes == default.max_training_session_bytes
     assert server.max_training_sessions >= default.max_training_sessions

@@ -1,0 +1,1 @@
+"""Conversations that clients keep on the server."""

@@ -1,0 +1,64 @@
+"""Conversations that responses go on with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+
+from mlx_parallm.api.responses.items import Item
+from mlx_parallm.api.responses.output import COMPLETED, INCOMPLETE
+from mlx_parallm.api.responses.schema import ResponsesInput
+from mlx_parallm.api.turns.prelude import Prelude
+from mlx_parallm.conversations.service import ConversationService, ConversationTurn
+from mlx_parallm.server_config import ServerConfig
+from mlx_parallm.types.errors import InvalidRequestError
+
+# ADDED: the states of responses whose items are added to their conversation.
+ADDED = (COMPLETED, INCOMPLETE)
+
+
+def conversations_of(request: Request) -> ConversationService:
+    """Return the conversations of an application; raise InvalidRequestError if it keeps none."""
+    service: ConversationService | None = request.app.state.conversations
+    if service is None:
+        raise InvalidRequestError(
+            "This server keeps no conversations, because it has no data folder (--data-dir).",
+            param="conversation",
+            code="unsupported_parameter",
+        )
+    return service
+
+
+async def begin_turn(body: ResponsesInput, prelude: Prelude) -> ConversationTurn | None:
+    """Lock the conversation of a body until its response has ended; None if it has none.
+
+    Raises:
+        NotFoundError: the client has no such conversation.
+        InvalidRequestError: another response is made for it, or no conversations are kept.
+        RequestTooLargeError: its items are larger than a body may be.
+    """
+    if body.conversation_id is None:
+        return None
+    service = conversations_of(prelude.request)
+    return await service.begin(body.conversation_id, prelude.client, max_bytes(prelude.config))
+
+
+async def read_history(body: ResponsesInput, prelude: Prelude) -> list[Item]:
+    """Return the items of a body's conversation, which stays unlocked; see ``begin_turn``."""
+    if body.conversation_id is None:
+        return []
+    store = await conversations_of(prelude.request).conversations()
+    return await store.items(body.conversation_id, prelude.client, max_bytes(prelude.config))
+
+
+async def end_turn(turn: ConversationTurn, items: list[Item], response: dict[str, Any]) -> None:
+    """Add input and output to a conversation once a response has them all, and unlock it."""
+    if response["status"] in ADDED:
+        await turn.append([*items, *response["output"]])
+    turn.release()
+
+
+def max_bytes(config: ServerConfig) -> int:
+    """Return the most bytes of a conversation that a response goes on with."""
+    return max(config.max_body_bytes, config.max_picture_body_bytes)
