@@ -162,6 +162,7 @@ class KVPeersConfig:
         across_devices: True if KV of other kinds of devices counts as equal.
         prefill_url: of the server that computes long prompts; None for none.
         prefill_min_tokens: fewer tokens are computed here.
+        server_id: names this run of the server to peers, one of which may be itself.
     """
 
     urls: tuple[str, ...] = ()
@@ -170,6 +171,7 @@ class KVPeersConfig:
     across_devices: bool = False
     prefill_url: str | None = None
     prefill_min_tokens: int = PREFILL_MIN_TOKENS
+    server_id: bytes = field(default=b"", repr=False, compare=False)
 
     @property
     def is_used(self) -> bool:

@@ -8,7 +8,7 @@ import json
 import queue
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -226,7 +226,7 @@ class FakeEngine:
     async def unload_model(self, name: str) -> ModelStatus:
         raise ModelNotFoundError(name)
 
-    def ask(self, question: Callable[..., Any], /, key: Hashable = None) -> Future[Any]:
+    def ask_each(self, question: Callable[..., Any], /) -> Sequence[Future[Any]]:
         raise NotImplementedError
 
     def first_model(self) -> GenerationModel:

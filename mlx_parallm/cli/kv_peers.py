@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import replace
 
 from mlx_parallm.api.http.auth import is_loopback_host
 from mlx_parallm.config import EngineConfig, KVPeersConfig
+from mlx_parallm.generation.kv_cache.peer.filters import UID_BYTES
 from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import ConfigError
 
@@ -30,11 +32,6 @@ def checked_peers(engine: EngineConfig, server: ServerConfig) -> KVPeersConfig:
             f"{flag} shares cached prefixes: it cannot be used without prefix caching "
             "(--no-enable-prefix-caching)."
         )
-    if peers.is_served and (server.data_parallel_size != 1 or server.engines):
-        raise ConfigError(
-            "--kv-serve cannot be used with --data-parallel-size or --engine: a peer could not "
-            "know which engine has a prefix. Serve one engine, or share --kv-disk."
-        )
     if peers.is_served:
         _check_admin(server)
     # Servers without peers do not import an HTTP client.
@@ -45,7 +42,8 @@ def checked_peers(engine: EngineConfig, server: ServerConfig) -> KVPeersConfig:
     if peers.prefill_url is not None:
         parse_peer(peers.prefill_url, PREFILL_FLAG)
     keys = filter(None, (server.peer_key, *server.admin_api_keys, *server.api_keys))
-    return replace(peers, key=next(keys, None))
+    server_id = secrets.token_bytes(UID_BYTES)
+    return replace(peers, key=next(keys, None), server_id=server_id)
 
 
 def _check_admin(server: ServerConfig) -> None:

@@ -338,6 +338,10 @@ class EngineCore:
         """
         return self._life.ask(question, key=key)
 
+    def ask_each(self, question: Callable[[EngineState], Any]) -> Sequence[Future[Any]]:
+        """Ask every engine that serves; see ``ask``."""
+        return self._life.ask_each(question)
+
     async def refresh(self) -> None:
         """Bring the names of adapters up to date."""
         await self.control.refresh()

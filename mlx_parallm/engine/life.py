@@ -61,6 +61,10 @@ class EngineLife(Protocol):
         """
         ...
 
+    def ask_each(self, question: Callable[[EngineState], Any], /) -> Sequence[Future[Any]]:
+        """Ask every engine that lives; otherwise as ``ask``."""
+        return [self.ask(question)]
+
     def readiness(self) -> Sequence[Readiness]:
         """Return whether each engine gets requests; any thread may ask."""
         ...

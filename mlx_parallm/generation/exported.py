@@ -12,8 +12,8 @@ from pickle import PickleBuffer
 from typing import Generic, TypeVar
 
 from mlx_parallm.engine.models import EngineState, ServedEngine
-from mlx_parallm.generation.kv_cache.peer.exports import UID_BYTES, Exports
-from mlx_parallm.generation.kv_cache.peer.filters import union_of
+from mlx_parallm.generation.kv_cache.peer.exports import Exports
+from mlx_parallm.generation.kv_cache.peer.filters import UID_BYTES, union_of
 from mlx_parallm.types.errors import NotFoundError
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ def read_filter(state: EngineState, owner: str) -> Future[bytes]:
     Raises:
         NotFoundError: no model has this identity.
     """
-    return _Answers([exports.filter() for _, exports in _exports(state, owner)], _joined).answer
+    return _Answers([exports.filter() for _, exports in _exports(state, owner)], joined).answer
 
 
 def read_blocks(
@@ -66,7 +66,8 @@ def _exports(state: EngineState, owner: str) -> list[tuple[ServedEngine, Exports
     return known
 
 
-def _joined(filters: Sequence[bytes]) -> bytes:
+def joined(filters: Sequence[bytes]) -> bytes:
+    """Return one filter, with the uid that all have, of what is in any."""
     return filters[0][:UID_BYTES] + union_of([each[UID_BYTES:] for each in filters])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -92,8 +92,8 @@ class EngineClient(RequestClient, Protocol):
         """
         ...
 
-    def ask(self, question: Callable[[EngineState], Any], /, key: Hashable = None) -> Future[Any]:
-        """Ask any of the engines that serve; see ``Ask``.
+    def ask_each(self, question: Callable[[EngineState], Any], /) -> Sequence[Future[Any]]:
+        """Ask every engine that serves; see ``Ask``.
 
         Raises:
             EngineDeadError: no engines are there.

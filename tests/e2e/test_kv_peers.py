@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -162,6 +163,28 @@ def test_engines_in_processes_of_their_own_give_blocks() -> None:
         this.stop()
         other.stop()
         proxy.close()
+
+
+@pytest.mark.slow
+def test_any_of_several_engines_gives_blocks() -> None:
+    peer = start("--kv-serve", "--data-parallel-size", "2")
+    server = start("--kv-peers", peer.url, "--prefill-peer", peer.url)
+    prompts = [prompt_of(50 + number) for number in range(4)]
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda prompt: ask(peer, prompt), prompts))
+        text = httpx2.get(f"{peer.url}/metrics").text
+        computed = re.findall(r'^vllm:prompt_tokens_total{.*engine="(\d)".*} (\S+)$', text, re.M)
+        assert {rank for rank, count in computed if float(count)} == {"0", "1"}
+        wait_for_blocks(server)
+        wait_for_news(peer, server)
+        assert [cached(ask(server, prompt)) for prompt in prompts] == [NUM_FOUND] * 4
+        # The engine that computes this one is known to the peer alone.
+        assert cached(ask(server, prompt_of(60, 3000))) > 0
+        assert server.metric("mlx_parallm:prefill_peer_used_total") == 1
+    finally:
+        peer.stop()
+        server.stop()
 
 
 @pytest.mark.slow

@@ -21,31 +21,32 @@ from mlx_parallm.api.kv.schema import CONTENT, OWNER, BlocksRequest, PrefillRequ
 from mlx_parallm.api.replicas.routes import check_release
 from mlx_parallm.api.turns.generation import unless_disconnected
 from mlx_parallm.engine.models import EngineState
-from mlx_parallm.generation.exported import find_weights, read_blocks, read_filter
+from mlx_parallm.generation.exported import find_weights, joined, read_blocks, read_filter
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.kv_cache.peer.exports import ANSWER_S
 from mlx_parallm.generation.kv_cache.peer.frames import pack_frame, pack_head
 from mlx_parallm.replicas.peers import RELEASE_HEADER
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.content import Buffer
-from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.errors import EngineSilentError, InvalidRequestError, ParallmError
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.work import CacheScope
 
 routes = Routes(SERVER, access=Access.ADMIN, dependencies=[Depends(check_release)])
 
-# ASK_S: seconds after which an answer has no blocks, if the engine gives none.
+# ASK_S: seconds after which an answer has nothing of the engines that have not answered.
 ASK_S = ANSWER_S + 5.0
 BINARY = "application/octet-stream"
+#: ``Ends``: returns True if an answer makes the others needless.
+Ends = Callable[[Any], bool]
 
 
 @routes.get("/v1/kv/filter", response_class=Response, include_in_schema=False, is_polled=True)
 async def kv_filter(engine: EngineDep, owner: Annotated[str, Query(pattern=OWNER)]) -> Response:
     """Return a Bloom filter of the KV blocks that this server may have of a model."""
-    question: Callable[[EngineState], Any] = partial(read_filter, owner=owner)
-    content: bytes = await asyncio.wrap_future(engine.ask(question))
-    return _answer(content)
+    answers = await _ask_all(engine, partial(read_filter, owner=owner))
+    return _answer(joined(answers))
 
 
 @routes.post("/v1/kv/blocks", response_class=Response, include_in_schema=False, is_polled=True)
@@ -63,10 +64,8 @@ async def kv_prefill(body: PrefillRequest, request: Request) -> Response:
 
 
 async def _compute(body: PrefillRequest, engine: EngineClient) -> Response:
-    question: Callable[[EngineState], Any] = partial(
-        find_weights, owner=body.owner, content=body.weights
-    )
-    model, adapter = await asyncio.wrap_future(engine.ask(question))
+    question = partial(find_weights, owner=body.owner, content=body.weights)
+    model, adapter = (await _ask_all(engine, question, lambda _: True))[0]
     request = GenerateRequest(
         request_id=f"prefill-{uuid.uuid4().hex}",
         model=model,
@@ -99,15 +98,42 @@ async def _send_blocks(body: BlocksRequest, engine: EngineClient) -> Response:
 async def _blocks(
     engine: EngineClient, owner: str, contents: Sequence[bytes], *, waits: bool
 ) -> Sequence[Buffer]:
-    question: Callable[[EngineState], Any] = partial(
-        read_blocks, owner=owner, contents=contents, waits=waits
-    )
+    """Return the longest run that an engine has; the first one of those being computed."""
+    question = partial(read_blocks, owner=owner, contents=contents, waits=waits)
+    least = 1 if waits else len(contents)
+    answers = await _ask_all(engine, question, lambda blocks: len(blocks) >= least)
+    # Those of another process come as what its channel sent.
+    return [memoryview(each) for each in max(answers, key=len, default=())]
+
+
+async def _ask_all(
+    engine: EngineClient, question: Callable[[EngineState], Any], is_enough: Ends = lambda _: False
+) -> list[Any]:
+    """Return the answers of all engines that come in time, up to one that is enough.
+
+    Raises:
+        ParallmError: of an engine, if none answers.
+    """
+    pending = [asyncio.wrap_future(each) for each in engine.ask_each(question)]
+    answers: list[Any] = []
+    problems: list[ParallmError] = []
     try:
         async with asyncio.timeout(ASK_S):
-            # Those of another process come as what its channel sent.
-            return [memoryview(each) for each in await asyncio.wrap_future(engine.ask(question))]
+            for done in asyncio.as_completed(pending):
+                try:
+                    answers.append(await done)
+                except ParallmError as problem:
+                    problems.append(problem)
+                if answers and is_enough(answers[-1]):
+                    break
     except TimeoutError:
-        return ()
+        problems.append(EngineSilentError("No engine has answered in time."))
+    finally:
+        for each in pending:
+            each.cancel()
+    if problems and not answers:
+        raise problems[0]
+    return answers
 
 
 def _frames(owner: str, contents: Sequence[bytes], blocks: Sequence[Buffer]) -> Iterator[Buffer]:

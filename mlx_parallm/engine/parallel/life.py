@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -127,6 +128,16 @@ class ParallelLife(EngineLife):
     @override
     def ask(self, question: Callable[[EngineState], Any], key: Hashable = None) -> Future[Any]:
         return self._ask(question, key=key)
+
+    @override
+    def ask_each(self, question: Callable[[EngineState], Any]) -> Sequence[Future[Any]]:
+        answers: list[Future[Any]] = []
+        for life in self._lives:
+            with suppress(EngineDeadError):
+                answers.append(life.ask(question))
+        if not answers:
+            raise EngineDeadError("No engine is loaded.")
+        return answers
 
     @override
     def readiness(self) -> Sequence[Readiness]:

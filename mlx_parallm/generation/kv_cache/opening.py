@@ -63,7 +63,7 @@ def open_tiers(
     elif peers is not None and peers.is_used:
         # A draft model is noted in a byte behind each block.
         size = block_bytes + (draft is not None)
-        exports = Exports(owner, size) if peers.is_served else None
+        exports = Exports(owner, size, peers.server_id) if peers.is_served else None
         if peers.urls:
             stores.append(_peer_store(peers, owner, size, exports))
         prefiller = _prefiller(peers, owner, size)

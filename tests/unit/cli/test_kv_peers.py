@@ -43,11 +43,18 @@ def test_peers_are_sent_the_admin_key(keys: dict[str, Any], wanted: str | None) 
         {"host": "localhost"},
         {"host": "::1"},
         {"host": "0.0.0.0", "admin_api_key": ["k"]},
+        {"data_parallel_size": 2},
         {"host": "0.0.0.0", "api_key": ["k"], "admin_api_key": ["a"]},
     ],
 )
 def test_kv_is_served_to_admins_and_on_this_machine(values: dict[str, Any]) -> None:
     assert configured(kv_serve=True, **values).is_served
+
+
+def test_a_server_names_each_of_its_runs() -> None:
+    ids = [configured(kv_serve=True).server_id for _ in range(2)]
+    assert len(set(ids)) == 2
+    assert repr(ids[0]) not in repr(configured(kv_serve=True))
 
 
 @pytest.mark.parametrize(
@@ -58,8 +65,6 @@ def test_kv_is_served_to_admins_and_on_this_machine(values: dict[str, Any]) -> N
         ({"kv_peers": [f"{PEER}/v1"]}, "is not the address"),
         ({"prefill_peer": "dns://a:1"}, "--prefill-peer: 'dns://a:1' is not the address"),
         ({"kv_across_devices": True}, "needs --kv-peers or --kv-serve"),
-        ({"kv_serve": True, "data_parallel_size": 2}, "cannot be used with --data-parallel-size"),
-        ({"kv_serve": True, "engine": ["10.0.0.3:1"]}, "cannot be used with"),
         ({"peer_key": "k"}, "--peer-key needs"),
         ({"kv_serve": True, "api_key": ["k"]}, "--kv-serve needs --admin-api-key"),
         ({"kv_serve": True, "host": "0.0.0.0"}, "--kv-serve needs --admin-api-key"),

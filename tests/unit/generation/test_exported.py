@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mlx_parallm.generation.exported import find_weights, read_blocks, read_filter
-from mlx_parallm.generation.kv_cache.peer.exports import UID_BYTES, Exports
-from mlx_parallm.generation.kv_cache.peer.filters import ContentFilter
+from mlx_parallm.generation.kv_cache.peer.exports import Exports
+from mlx_parallm.generation.kv_cache.peer.filters import UID_BYTES, ContentFilter
 from mlx_parallm.types.errors import NotFoundError
 from tests.kv_peers import OWNER
 from tests.unit.generation.kv_cache.peer.test_exports import Server

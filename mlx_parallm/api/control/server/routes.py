@@ -27,7 +27,7 @@ from mlx_parallm.types.json_values import is_object
 routes = Routes(SERVER)
 
 # SECRETS: the holder of one key must not see the others.
-SECRETS = frozenset({"api_keys", "admin_api_keys", "verifier_urls", "key", "peer_key"})
+SECRETS = frozenset({"api_keys", "admin_api_keys", "verifier_urls", "key", "peer_key", "server_id"})
 # FILES, ADDRESSES: only those who may change the server see where it keeps the files of all keys,
 # and which other machines it asks.
 FILES = frozenset({"data_dir", "kv_disk", "peer_key_file"})

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import secrets
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pickle import PickleBuffer
 from typing import Protocol
 
 from mlx_parallm.generation.kv_cache.blocks import BlockPool, BlockTable
-from mlx_parallm.generation.kv_cache.peer.filters import MAX_CONTENTS, FilterMaker
+from mlx_parallm.generation.kv_cache.peer.filters import MAX_CONTENTS, UID_BYTES, FilterMaker
 from mlx_parallm.generation.kv_cache.saves import Save, SaveQueue
 from mlx_parallm.generation.kv_cache.stores import BlockStore, Fetch
 from mlx_parallm.types.content import BLOCK_DIGEST_BYTES, Buffer
@@ -29,7 +27,6 @@ MAX_ROOTS = 4096
 #: ``MAX_BLOCKS``, ``MAX_BYTES``: most of one answer, unless a single block is larger.
 MAX_BLOCKS = 64
 MAX_BYTES = 8 << 20
-UID_BYTES = 16
 #: ``ANSWER_S``: seconds after which an answer has what was read by then.
 ANSWER_S = 10.0
 # FILTER_S: seconds in which all who ask get the same filter.
@@ -72,16 +69,20 @@ class Exports:
 
     Attributes:
         owner: digest of the model's ``Identity``: only a server with the same may ask.
-        uid: names this process, so that it finds out that a peer is itself.
+        uid: names this server, so that it finds out that a peer is itself.
         wake: wakes the engine thread.
     """
 
     def __init__(
-        self, owner: str, block_bytes: int, clock: Callable[[], float] = time.monotonic
+        self,
+        owner: str,
+        block_bytes: int,
+        uid: bytes = bytes(UID_BYTES),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare; ``clock`` returns seconds."""
         self.owner = owner
-        self.uid = _uid_of(os.getpid())
+        self.uid = uid
         self.wake: Callable[[], None] = lambda: None
         self._clock = clock
         self._most = max(1, min(MAX_BLOCKS, MAX_BYTES // block_bytes))
@@ -271,13 +272,6 @@ class Exports:
             return True
         missing = question.blocks.index(None) if None in question.blocks else None
         return missing is not None and question.contents[missing] in self._places.saves
-
-
-@cache
-def _uid_of(pid: int) -> bytes:
-    """Return what all models of a process have in common, and those of a fork have not."""
-    del pid
-    return secrets.token_bytes(UID_BYTES)
 
 
 def _leading(blocks: Sequence[Buffer | None]) -> Iterator[Buffer]:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+#: ``UID_BYTES``: of the name of a server's run, which is sent before its filter.
+UID_BYTES: Final = 16
 #: ``FILTER_BYTES``: with 100,000 blocks, one of 12 that are not there seems to be there.
 FILTER_BYTES: Final = 64 * 1024
 # POSITION_BITS, NUM_POSITIONS: of the number of a bit, and bits of a content. Contents are digests,

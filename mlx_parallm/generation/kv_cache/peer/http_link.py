@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mlx_parallm.generation.kv_cache.peer.exports import UID_BYTES
-from mlx_parallm.generation.kv_cache.peer.filters import FILTER_BYTES
+from mlx_parallm.generation.kv_cache.peer.filters import FILTER_BYTES, UID_BYTES
 from mlx_parallm.generation.kv_cache.peer.frames import FRAME_BYTES, HEAD_BYTES
 from mlx_parallm.generation.kv_cache.peer.link import Link, LinkError
 from mlx_parallm.generation.kv_cache.peer.prefill import PrefillLink, Prompt

@@ -10,8 +10,8 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from mlx_parallm.generation.kv_cache.peer.exports import MAX_BLOCKS, MAX_BYTES, UID_BYTES
-from mlx_parallm.generation.kv_cache.peer.filters import FILTER_BYTES, ContentFilter
+from mlx_parallm.generation.kv_cache.peer.exports import MAX_BLOCKS, MAX_BYTES
+from mlx_parallm.generation.kv_cache.peer.filters import FILTER_BYTES, UID_BYTES, ContentFilter
 from mlx_parallm.generation.kv_cache.peer.frames import BadFramesError, unpack_frames
 from mlx_parallm.generation.kv_cache.peer.link import Link, LinkError
 from mlx_parallm.types.content import Buffer

@@ -10,8 +10,8 @@ import pytest
 
 from mlx_parallm.generation.kv_cache.host_store import HostStore
 from mlx_parallm.generation.kv_cache.peer import exports as exports_module
-from mlx_parallm.generation.kv_cache.peer.exports import UID_BYTES, Exports
-from mlx_parallm.generation.kv_cache.peer.filters import ContentFilter
+from mlx_parallm.generation.kv_cache.peer.exports import Exports
+from mlx_parallm.generation.kv_cache.peer.filters import UID_BYTES, ContentFilter
 from mlx_parallm.generation.kv_cache.stores import BlockStore
 from mlx_parallm.peers.channel import pack
 from tests.dict_store import DictStore
