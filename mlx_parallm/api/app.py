@@ -180,7 +180,7 @@ def _replicas(app: FastAPI, engine: EngineClient, config: ServerConfig) -> Repli
     app.router.routes += routes_of(REPLICA_SLICES)
     return Replicas(
         engine.control,
-        engine.directory.own_folder,
+        engine.directory,
         parse_peers(config.peers),
         me=None if config.peer_url is None else parse_peer(config.peer_url, "--peer-url"),
         key=keys[0] if keys else None,

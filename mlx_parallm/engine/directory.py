@@ -245,6 +245,12 @@ class ModelDirectory:
         folder = None if entry is None else _folder_of(entry)
         return folder if folder is not None and folder.is_dir() else None
 
+    def source_of(self, load: ModelLoad) -> ModelConfig:
+        """Return where a load reads its model from; raise as ``load`` does if it may not."""
+        entry = self._residency.by_name.get(load.model)
+        path = self._sources.resolve(load.model) if entry is None else entry.config.path
+        return replace(self._defaults, path=path, revision=load.revision)
+
     async def load(self, load: ModelLoad) -> ModelStatus:
         """Serve one more model; return once it is loaded.
 

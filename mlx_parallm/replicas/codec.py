@@ -60,15 +60,20 @@ class Encoded:
         return self.head["kind"] in (entries.LOAD_ADAPTER, entries.UPDATE_WEIGHTS)
 
 
-def encode(change: ServerChange[Any]) -> Encoded:
-    """Return a change for peers. It takes long if the change has tensors, or a folder."""
+def encode(change: ServerChange[Any], folders: Folders) -> Encoded:
+    """Return a change for peers. It takes long if the change has tensors, or a folder.
+
+    Raises:
+        InvalidRequestError, NotFoundError: it loads what this server may not load.
+        ConflictError: a folder changes while it is read.
+    """
     match change:
         case LoadAdapter(upload, model, evicted):
             return _encode_adapter(upload, model, evicted)
         case ReplaceWeights(model, update):
             return _encode_update(update, model)
         case LoadModel(load):
-            return Encoded(_encode_load(load))
+            return Encoded(_encode_load(load, folders.loaded(load)))
         case _:
             return Encoded(_encode_plain(change))
 
@@ -148,8 +153,8 @@ def _encode_copy(folder: Path) -> Mapping[str, Any] | None:
     return None if copy is None else asdict(copy)
 
 
-def _encode_load(load: ModelLoad) -> Head:
-    head = asdict(load)
+def _encode_load(load: ModelLoad, folder: Path | None) -> Head:
+    head = {**asdict(load), "copy": None if folder is None else _encode_copy(folder)}
     if load.ttl_s is not None and math.isinf(load.ttl_s):
         # JSON has no infinity.
         head["ttl_s"] = -1
@@ -163,10 +168,12 @@ class Folders:
     Attributes:
         allowed: returns the folder of a path, or raises if this server may not read it.
         own: returns the folder that a model is loaded from; None if it is not known.
+        loaded: returns the folder or file that a load would read; None if it is not on this disk.
     """
 
     allowed: Callable[[str], Path]
     own: Callable[[str], Path | None]
+    loaded: Callable[[ModelLoad], Path | None]
 
 
 def decode(head: Head, content: Content | None, folders: Folders) -> ServerChange[Any]:
@@ -186,6 +193,8 @@ def decode(head: Head, content: Content | None, folders: Folders) -> ServerChang
         if head["kind"] == entries.LOAD_ADAPTER:
             upload = _decode_upload(head, content or b"")
             return LoadAdapter(upload, _text(head, "model"), head["evicted"])
+        if head["kind"] == entries.LOAD_MODEL:
+            return LoadModel(_decode_load(head, folders))
         return _PLAIN[head["kind"]](head)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise InvalidRequestError(
@@ -228,11 +237,16 @@ def _decode_update(head: Head, content: Content | None, folders: Folders) -> Rep
         digest = known_digest(content_digest(body))
         return ReplaceWeights(_text(head, "model"), update, digest)
     folder = folders.allowed(_text(head, "folder"))
+    _check_copy(head, folder)
+    return ReplaceWeights(_text(head, "model"), replace(update, folder=folder))
+
+
+def _check_copy(head: Head, folder: Path) -> None:
+    """Raise ConflictError if a folder has other files here than where the change came from."""
     try:
         check_copy(replace(Copy(**head["copy"]), path=str(folder)), is_whole=True)
     except ConfigError as problem:
         raise ConflictError(str(problem)) from None
-    return ReplaceWeights(_text(head, "model"), replace(update, folder=folder))
 
 
 def _base_weights(model: str, folders: Folders) -> ReplaceWeights:
@@ -251,13 +265,18 @@ def known_digest(digest: str) -> Future[str | None]:
     return known
 
 
-def _decode_load(head: Head) -> ModelLoad:
+def _decode_load(head: Head, folders: Folders) -> ModelLoad:
     fields = {name: head[name] for name in ModelLoad.__dataclass_fields__ if name in head}
     if "names" in fields:
         fields["names"] = tuple(fields["names"])
     if fields.get("ttl_s") == -1:
         fields["ttl_s"] = math.inf
-    return ModelLoad(**fields)
+    load = ModelLoad(**fields)
+    folder = None if head.get("copy") is None else folders.loaded(load)
+    # A model of the hub that is not here yet is downloaded by the same name.
+    if folder is not None:
+        _check_copy(head, folder)
+    return load
 
 
 def _text(head: Head, name: str) -> str:
@@ -278,6 +297,5 @@ _PLAIN: Mapping[str, Callable[[Head], ServerChange[Any]]] = {
     ),
     entries.SLEEP: lambda head: SleepServer(int(head["level"]), PauseMode(head["mode"])),
     entries.WAKE: lambda head: WakeServer([str(tag) for tag in head["tags"]]),
-    entries.LOAD_MODEL: lambda head: LoadModel(_decode_load(head)),
     entries.UNLOAD_MODEL: lambda head: UnloadModel(_text(head, "name")),
 }

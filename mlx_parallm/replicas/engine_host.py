@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from mlx_parallm.engine.changes import (
@@ -37,12 +36,12 @@ class EngineHost:
     def __init__(
         self,
         control: EngineControl,
-        own_folder: Callable[[str], Path | None],
+        folders: Folders,
         served: ServedModels,
     ) -> None:
         self._control = control
         self._served = served
-        self._folders = Folders(control.checkpoint_folder, own_folder)
+        self._folders = folders
 
     async def stage(self, head: Head, content: Content | None) -> Staged[Any]:
         """See ``Host``."""
@@ -74,8 +73,11 @@ class EngineHost:
 class FleetChanges:
     """Carries out an operator's changes at all servers of a fleet. Implements ``Changes``."""
 
-    def __init__(self, control: EngineControl, fan_out: FanOut, room: AdapterRoom) -> None:
+    def __init__(
+        self, control: EngineControl, folders: Folders, fan_out: FanOut, room: AdapterRoom
+    ) -> None:
         self._control = control
+        self._folders = folders
         self._room = room
         self._here = ChangesHere(control)
         self._fan_out = fan_out
@@ -101,7 +103,7 @@ class FleetChanges:
 
     async def _apply(self, change: ServerChange[R]) -> R:
         change = cast("ServerChange[R]", self._named(change))
-        encoded = await asyncio.to_thread(encode, change)
+        encoded = await asyncio.to_thread(encode, change, self._folders)
 
         async def stage_here(head: Head) -> Staged[Any]:
             label = head.get("version")

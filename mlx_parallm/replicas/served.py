@@ -48,7 +48,7 @@ class ServedModels:
         """Return a digest of sizes, small files and samples, and that of all bytes if known."""
         try:
             if name not in self._files:
-                folder = _folder(model)
+                folder = local_folder(model)
                 copy = None if folder is None else copy_of(str(folder))
                 if folder is None or copy is None:
                     return UNKNOWN
@@ -90,7 +90,7 @@ def _name(model: ModelConfig) -> str:
     return (*model.served_names, model.path or DEMO_NAME)[0]
 
 
-def _folder(model: ModelConfig) -> Path | None:
+def local_folder(model: ModelConfig) -> Path | None:
     """Return the folder or the GGUF file of a model; None if it is not on this disk."""
     source = model.path or DEMO_NAME
     place = demo_folder(source) or Path(source).expanduser()

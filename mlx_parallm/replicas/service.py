@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.engine.control import EngineControl
+from mlx_parallm.engine.directory import ModelDirectory
+from mlx_parallm.replicas.codec import Folders
 from mlx_parallm.replicas.engine_host import EngineHost, FleetChanges
 from mlx_parallm.replicas.fan_out import FanOut
 from mlx_parallm.replicas.fleet import Fleet
@@ -18,7 +19,7 @@ from mlx_parallm.replicas.member import Member
 from mlx_parallm.replicas.names import LastNames
 from mlx_parallm.replicas.peers import Peer, PeerClient, PeerList
 from mlx_parallm.replicas.room import AdapterRoom
-from mlx_parallm.replicas.served import ServedModels
+from mlx_parallm.replicas.served import ServedModels, local_folder
 from mlx_parallm.types.errors import ParallmError
 
 # APPLY_S: time that a peer gets to become like the others because an operator said so.
@@ -37,7 +38,7 @@ class Replicas:
     def __init__(
         self,
         control: EngineControl,
-        own_folder: Callable[[str], Path | None],
+        directory: ModelDirectory,
         peers: PeerList,
         *,
         me: Peer | None,
@@ -49,7 +50,7 @@ class Replicas:
 
         Args:
             control: the commands of the operator.
-            own_folder: see ``Folders``.
+            directory: the models that the operator may load.
             peers: the servers of the fleet.
             me: this one's address; None finds it out.
             key: for the peers.
@@ -61,12 +62,17 @@ class Replicas:
         self._names = LastNames()
         self._client = PeerClient(key, ())
         self._served = ServedModels(models)
-        self.member = Member(EngineHost(control, own_folder, self._served))
+        folders = Folders(
+            control.checkpoint_folder,
+            directory.own_folder,
+            lambda load: local_folder(directory.source_of(load)),
+        )
+        self.member = Member(EngineHost(control, folders, self._served))
         transport = HttpTransport(self._client, max_bytes, self._is_alive, self._served)
         self.fleet = Fleet(self.member, transport, self._listed, me=me)
         control.on_forgotten = self.fleet.forget
         control.changes = FleetChanges(
-            control, FanOut(self.fleet), AdapterRoom(control, self.member)
+            control, folders, FanOut(self.fleet), AdapterRoom(control, self.member)
         )
         self._watching: asyncio.Task[None] | None = None
 
@@ -114,7 +120,7 @@ class Replicas:
             "reason": fleet.why_not_ready,
             **self.member.host.versions(),
         }
-        rows = [here | {"here": True}]
+        rows = [here | {"here": True, "staged_bytes": self.member.num_staged_bytes}]
         rows += [
             {
                 "url": str(peer),

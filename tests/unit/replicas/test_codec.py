@@ -47,7 +47,12 @@ def here(path: str) -> Path:
     return folder
 
 
-FOLDERS = Folders(here, lambda _: None)
+def loaded(load: ModelLoad) -> Path | None:
+    folder = Path(load.model)
+    return folder if folder.is_dir() else None
+
+
+FOLDERS = Folders(here, lambda _: None, loaded)
 
 
 def an_adapter() -> LoadAdapter:
@@ -81,7 +86,7 @@ PLAIN: list[ServerChange[Any]] = [
 
 def sent(change: ServerChange[Any]) -> tuple[dict[str, Any], bytes | None]:
     """Return head and tensors of a change as another server receives them."""
-    encoded = encode(change)
+    encoded = encode(change, FOLDERS)
     content = None if encoded.content is None else "digest"
     entry = Entry(3, "parent", encoded.head, content, "http://a:1")
     received, body = unpack(pack_head(entry) + (encoded.content or b""))
@@ -171,11 +176,27 @@ def test_a_folder_is_read_at_each_server_if_it_is_the_same(tmp_path: Path) -> No
         decode({**head, "folder": str(tmp_path / "none")}, content, FOLDERS)
 
 
+def test_a_model_is_loaded_at_each_server_from_the_same_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    change = LoadModel(ModelLoad(model=str(tmp_path)))
+    head, content = sent(change)
+    assert decode(head, content, FOLDERS) == change
+    # A model of the hub that this server has not downloaded.
+    assert decode({**head, "model": "org/m"}, content, FOLDERS) == LoadModel(
+        ModelLoad(model="org/m")
+    )
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConflictError, match="has other contents"):
+        decode(head, content, FOLDERS)
+
+
 @pytest.mark.parametrize("kind", ["load_adapter", "update_weights", "pause", "wake", "load_model"])
 @pytest.mark.parametrize("value", [None, 3, "text", [], {}])
 def test_heads_with_wrong_fields_are_refused(kind: str, value: object) -> None:
-    by_kind = {encode(change).head["kind"]: sent(change) for change in (an_adapter(), an_update())}
-    by_kind |= {encode(change).head["kind"]: sent(change) for change in PLAIN}
+    by_kind = {
+        encode(change, FOLDERS).head["kind"]: sent(change) for change in (an_adapter(), an_update())
+    }
+    by_kind |= {encode(change, FOLDERS).head["kind"]: sent(change) for change in PLAIN}
     head, content = by_kind[kind]
     for name in set(head) - {"kind"}:
         broken = {key: field for key, field in head.items() if key != name}
@@ -195,7 +216,7 @@ def test_unknown_kinds_are_refused(kind: str) -> None:
 def test_bodies_that_are_no_safetensors_are_refused(content: bytes | None) -> None:
     for change in (an_adapter(), an_update()):
         with pytest.raises(InvalidRequestError):
-            decode(encode(change).head, content, FOLDERS)
+            decode(encode(change, FOLDERS).head, content, FOLDERS)
 
 
 @pytest.mark.parametrize(
