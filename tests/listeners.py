@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import select
@@ -82,8 +83,10 @@ class Cable:
         address: the port.
     """
 
-    def __init__(self, to: Address) -> None:
+    def __init__(self, to: Address, cut_after: float = math.inf) -> None:
+        """Lay it; ``cut_after``: bytes of answers after which it is cut."""
         self._to = to
+        self._left = cut_after
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._ends: list[socket.socket] = []
         self._is_whole = threading.Event()
@@ -131,4 +134,8 @@ class Cable:
                         ours.close()
                         theirs.close()
                         return
+                    if end is theirs:
+                        self._left -= len(data)
                     other[end].sendall(data)
+                    if self._left <= 0:
+                        self.cut()

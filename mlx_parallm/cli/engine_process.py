@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from mlx_parallm.cli.child_modules import begin
 from mlx_parallm.cli.logs import take_over_handlers
 from mlx_parallm.peers.channel import Channel
+from mlx_parallm.peers.messages import Starting
 from mlx_parallm.peers.network import tcp_channel
-from mlx_parallm.peers.silence import SILENCE_TIMEOUT_S
+from mlx_parallm.peers.silence import SILENCE_TIMEOUT_S, beat
 from mlx_parallm.process_setup.device_process import prepare_device_process
 
 
@@ -22,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ends = begin(arguments)
     is_elsewhere = len(ends) == 1
     channel = channel_over(ends)
+    # A cable that is cut meanwhile is found out as early as later.
+    stop_beats = beat(SILENCE_TIMEOUT_S, lambda: channel.send(Starting())) if is_elsewhere else None
     prepare_device_process()
     # These bring MLX.
     from mlx_parallm.peers.engines import serve_engines  # noqa: PLC0415
@@ -33,7 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     take_over_handlers()
     return serve_engines(
-        channel, build_engines, training_beside, worker_for, is_elsewhere=is_elsewhere
+        channel,
+        build_engines,
+        training_beside,
+        worker_for,
+        is_elsewhere=is_elsewhere,
+        on_start=stop_beats or (lambda: None),
     )
 
 

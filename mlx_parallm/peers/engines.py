@@ -47,13 +47,21 @@ def serve_engines(
     open_worker: OpenWorker = own_worker,
     *,
     is_elsewhere: bool = False,
+    on_start: Callable[[], None] = lambda: None,
 ) -> int:
     """Be the engines' process until ``Stop``; return the exit code. This thread owns MLX.
 
-    ``is_elsewhere``: the server is on another machine and beats; the process ends if it is silent.
+    Args:
+        channel: to the server.
+        build: makes the engines.
+        beside: makes what runs beside them.
+        open_worker: makes what computes.
+        is_elsewhere: the server is on another machine and beats; the process ends if it is silent.
+        on_start: called once the server's settings are here, before the first beat.
     """
     start, _ = channel.receive()
     assert isinstance(start, StartEngines)
+    on_start()
     if is_elsewhere:
         channel.limit_silence(start.silence_timeout_s)
     find_remote_code(start.config)

@@ -62,6 +62,8 @@ T = TypeVar("T")
 # START_TIMEOUT_S: most seconds of silence while a process starts and may not be able to beat.
 # See ``Pulse``.
 START_TIMEOUT_S = 600.0
+# DIALLED_TIMEOUT_S: the same of a process on another machine, which sends ``Starting`` until then.
+DIALLED_TIMEOUT_S = SILENCE_TIMEOUT_S
 
 
 class RemoteLife(EngineLife):
@@ -211,16 +213,17 @@ class RemoteLife(EngineLife):
             with self._lock:
                 self._loading = None
 
-    def _new_pulse(self) -> Pulse:
+    def _new_pulse(self, *, is_elsewhere: bool = False) -> Pulse:
         ranks = self._config.ranks
-        timeout_s = START_TIMEOUT_S + (ranks.join_timeout_s if ranks.size > 1 else 0.0)
+        timeout_s = DIALLED_TIMEOUT_S if is_elsewhere else START_TIMEOUT_S
+        timeout_s += ranks.join_timeout_s if ranks.size > 1 else 0.0
         start_checks = max(CHECKS, math.ceil(CHECKS * timeout_s / self._silence_timeout_s))
         return Pulse(start_checks, Ready if ranks.size > 1 else Beat)
 
     @contextlib.contextmanager
     def _guarded(self, peer: EnginePeer) -> Generator[_Deadline]:
         """Kill a process that is silent for too long, or does not end in time."""
-        pulse = self._new_pulse()
+        pulse = self._new_pulse(is_elsewhere=peer.is_elsewhere)
 
         def kill(why: str) -> None:
             logger.critical("engine %d %s; %s is killed", self._rank, why, peer.name)

@@ -201,6 +201,18 @@ class Closed:
 
 
 @dataclass(frozen=True, slots=True)
+class Starting:
+    """From engines elsewhere, from time to time: their process runs, and imports its modules."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """To an HTTP process: its connections end with an answer; with ``is_over``, idle ones now."""
+
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Counted:
     """From an HTTP process: what it has answered since the last time, by labels of the metric."""
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from mlx_parallm.peers.channel import Channel
-from mlx_parallm.peers.messages import Beat, Ready
+from mlx_parallm.peers.messages import Beat, Ready, Starting
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ class Pulse:
     Attributes:
         silence: knows for how long nothing has come.
         limit: the checks in a row for which nothing may come. It is larger while the process
-            starts: it cannot beat before it has imported its modules, and while ranks join each
-            other, MLX keeps the GIL.
+            starts: on this machine it cannot beat before it has imported its modules, and while
+            ranks join each other, MLX keeps the GIL.
         step_s: for how long the step in flight has run by the latest beat, in seconds.
     """
 
@@ -97,9 +97,10 @@ class Pulse:
             self._is_reported = False
             if isinstance(message, self._has_started):
                 self.limit = CHECKS
-            if not isinstance(message, Beat):
+            if isinstance(message, Beat):
+                self.step_s = message.step_s
+            elif not isinstance(message, Starting):
                 return message, number
-            self.step_s = message.step_s
 
 
 @contextmanager
@@ -136,15 +137,19 @@ def watched(
         thread.join()
 
 
-def beat(timeout_s: float, send: Callable[[], None]) -> None:
-    """Send a beat now, and ``BEATS`` in each timeout, on a thread that ends with this process."""
-    never = threading.Event()
+def beat(timeout_s: float, send: Callable[[], None]) -> Callable[[], None]:
+    """Send a beat now, and ``BEATS`` in each timeout, on a thread that ends with this process.
+
+    Return what ends it earlier.
+    """
+    is_over = threading.Event()
 
     def run() -> None:
         # The other end is gone if this fails; who reads from it ends this process.
         with suppress(OSError):
             send()
-            while not never.wait(timeout_s / BEATS):
+            while not is_over.wait(timeout_s / BEATS):
                 send()
 
     threading.Thread(target=run, name="beats", daemon=True).start()
+    return is_over.set

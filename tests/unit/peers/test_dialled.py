@@ -8,6 +8,8 @@ import pickle
 import signal
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,17 +23,21 @@ from mlx_parallm.cli.main import main
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.generation.kind import GENERATION
+from mlx_parallm.peers import life as life_module
 from mlx_parallm.peers.addresses import Address, check_reach, read_address, read_key
 from mlx_parallm.peers.handshake import (
     ANSWER_BYTES,
     HELLO,
     PROTOCOL,
+    WELCOME,
     Caller,
     StrangerError,
     StreamKind,
     call,
 )
+from mlx_parallm.peers.launch import ENGINE
 from mlx_parallm.peers.life import RemoteLife
+from mlx_parallm.peers.messages import Starting
 from mlx_parallm.peers.network import MOST_GUESTS, connect, tcp_channel
 from mlx_parallm.peers.origins import Dialled
 from mlx_parallm.serving.async_engine import AsyncEngine
@@ -321,6 +327,30 @@ async def test_a_cable_that_is_cut_ends_both_ends(listener: Listener) -> None:
     assert await text_of(engine, make_request("b")) == "hello"
     await asyncio.to_thread(engine.stop)
     cable.close()
+
+
+@pytest.mark.slow
+def test_a_cable_that_is_cut_before_the_first_beat_is_found_out(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(life_module, "DIALLED_TIMEOUT_S", SILENCE_S)
+    cable = Cable(listener.address, cut_after=ANSWER_BYTES + len(WELCOME))
+    engine = dialled_engine(cable.address, silence_timeout_s=SILENCE_S)
+    with pytest.raises(EngineDeadError, match="has ended"):
+        engine.start()
+    cable.close()
+
+
+@pytest.mark.slow
+def test_a_process_that_imports_its_modules_says_that_it_runs() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-P", "-m", ENGINE, "--log-level", "info"]
+        command += ["--log-format", "console", str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        assert tcp_channel(ours).receive()[0] == Starting()
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.slow
