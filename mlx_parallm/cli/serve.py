@@ -38,7 +38,7 @@ from mlx_parallm.cli.watchdog import LONG_STEP_S, end_at_once, watching
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.life import END_TIMEOUT_S
 from mlx_parallm.peers.launch import HTTP, ignore_signals, module_command
-from mlx_parallm.peers.messages import StartHttp
+from mlx_parallm.peers.messages import Leave, StartHttp
 from mlx_parallm.process_setup.device_process import prepare_device_process
 from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.async_engine import AsyncEngine
@@ -245,11 +245,13 @@ class EngineServer:
 
     async def _drain(self) -> None:
         delay_s = self._config.shutdown_delay_s
+        self._http.leave()
         if delay_s:
             self._app.state.is_leaving = True
             await asyncio.sleep(delay_s)
             self._http.stop_listening()
             await asyncio.sleep(LAST_REQUESTS_S)
+            self._http.close_idle()
         await self._engine.drain(self._config.shutdown_timeout_s)
         self._http.uvicorn.should_exit = True
 
@@ -291,9 +293,17 @@ class _OwnHttp:
         """Serve until ``uvicorn.should_exit``."""
         await self.uvicorn.serve(sockets=list(listeners))
 
+    def leave(self) -> None:
+        """Have each connection end with an answer, so that its client connects anew elsewhere."""
+        self.uvicorn.leave()
+
     def stop_listening(self) -> None:
         """Refuse connections; those that are there are served."""
         self.uvicorn.stop_listening()
+
+    def close_idle(self) -> None:
+        """Close connections without a request."""
+        self.uvicorn.close_idle()
 
 
 class _SharedHttp(_OwnHttp):
@@ -342,6 +352,16 @@ class _SharedHttp(_OwnHttp):
         await serving
         self.stop_listening()
         await self._processes.stop(0 if self.uvicorn.force_exit else STOP_TIMEOUT_S)
+
+    @override
+    def leave(self) -> None:
+        super().leave()
+        self._processes.leave(Leave())
+
+    @override
+    def close_idle(self) -> None:
+        super().close_idle()
+        self._processes.leave(Leave(is_over=True))
 
     @override
     def stop_listening(self) -> None:

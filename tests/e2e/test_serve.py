@@ -238,12 +238,17 @@ def test_probes_say_that_the_server_drains_before_connections_are_refused() -> N
 def test_requests_are_served_until_balancers_know(flags: tuple[str, ...]) -> None:
     server = ServerProcess(*flags, "--shutdown-delay", "3600")
     server.wait_until_ready()
-    server.process.terminate()
-    while httpx2.get(f"{server.url}/ready").status_code == 200:
-        pass
-    assert statuses(server) == {503}
     body = {"prompt": "1", "max_tokens": 1}
-    assert httpx2.post(f"{server.url}/v1/completions", json=body).status_code == 200
+    with httpx2.Client(base_url=server.url) as client:
+        assert "connection" not in client.post("/v1/completions", json=body).headers
+        server.process.terminate()
+        while httpx2.get(f"{server.url}/ready").status_code == 200:
+            pass
+        assert statuses(server) == {503}
+        # The first is sent on the connection that was kept, and ends it.
+        for _ in range(2):
+            answer = client.post("/v1/completions", json=body)
+            assert (answer.status_code, answer.headers["connection"]) == (200, "close")
     server.process.terminate()
     assert server.stop() == 0
 

@@ -87,6 +87,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._again: bytes | None = None
         self._is_read_again = False
 
+    @property
+    def is_busy(self) -> bool:
+        """True if a request is being answered."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        return cycle is not None and not cycle.response_complete
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio."""
         super().connection_made(transport)

@@ -11,6 +11,7 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp
 
+from mlx_parallm.api.http.connection import BoundedProtocol
 from mlx_parallm.api.http.handover import HandoverProtocol, Serves
 from mlx_parallm.peers.connections import Handover
 from mlx_parallm.server_config import ServerConfig
@@ -19,6 +20,8 @@ from mlx_parallm.server_config import ServerConfig
 FLUSH_TIMEOUT_S = 5
 #: ``FORCE_TIMEOUT_S``: time that requests and background work get to end after a second signal.
 FORCE_TIMEOUT_S = 2
+# CLOSE: the header of an answer after which its connection is closed.
+CLOSE = (b"connection", b"close")
 
 
 class UvicornServer(uvicorn.Server):
@@ -41,6 +44,23 @@ class UvicornServer(uvicorn.Server):
         """Refuse connections; those that are there are served."""
         for server in self.servers if self.is_up.is_set() else ():
             server.close()
+
+    def leave(self) -> None:
+        """Have each connection end with an answer, so that its client connects anew elsewhere."""
+        for known in (self.config.encoded_headers, self.server_state.default_headers):
+            known.append(CLOSE)
+        for connection in self._of_http():
+            if connection.is_busy:
+                connection.shutdown()
+
+    def close_idle(self) -> None:
+        """Close connections without a request: the next one would be refused."""
+        for connection in self._of_http():
+            connection.shutdown()
+
+    def _of_http(self) -> list[BoundedProtocol]:
+        known = self.server_state.connections
+        return [each for each in known if isinstance(each, BoundedProtocol)]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn; if the end is forced, requests end as if their clients had left.

@@ -18,7 +18,15 @@ from mlx_parallm.cli.api_servers.connections import ConnectionServer
 from mlx_parallm.cli.child_modules import begin
 from mlx_parallm.engine.commands import Stop
 from mlx_parallm.peers.connections import ConnectionPipe
-from mlx_parallm.peers.messages import Catalog, Closed, Counted, Ready, StartHttp, find_remote_code
+from mlx_parallm.peers.messages import (
+    Catalog,
+    Closed,
+    Counted,
+    Leave,
+    Ready,
+    StartHttp,
+    find_remote_code,
+)
 from mlx_parallm.peers.wire import Wire
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.serving.remote_client import RemoteClient
@@ -65,6 +73,9 @@ class HttpProcess:
                 self._set_up(message)
             case Stop():
                 self._stopped.set()
+            case Leave(is_over) if self._connections is not None:
+                uvicorn = self._connections.uvicorn
+                uvicorn.close_idle() if is_over else uvicorn.leave()
             case _:
                 assert self._engine is not None, "the first message starts"
                 known = self._engine.take(message, number)

@@ -19,7 +19,7 @@ from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.parallel.member import delay_after
 from mlx_parallm.peers.connections import ConnectionPipe, Handover
 from mlx_parallm.peers.launch import launch
-from mlx_parallm.peers.messages import Closed, Counted, Ready, StartHttp
+from mlx_parallm.peers.messages import Closed, Counted, Leave, Ready, StartHttp
 from mlx_parallm.peers.requests import Catalogs, HttpPeer, Shared
 from mlx_parallm.peers.wire import Wire
 
@@ -126,6 +126,11 @@ class HttpProcesses:
         process = min(order, key=lambda each: each.num_connections)
         process.num_connections += 1
         process.pipe.send(connection, head)
+
+    def leave(self, message: Leave) -> None:
+        """Let connections end; see ``Leave``."""
+        for process in self._processes:
+            process.wire.send(message)
 
     async def settle(self) -> None:
         """Return once every process knows the models and adapters as they are now."""
