@@ -40,11 +40,11 @@ class ReplicaServers:
         for number in numbers:
             self.wait_until_ready(number)
 
-    def launch(self, number: int, *flags: str) -> ServerProcess:
-        """Start one, with further flags; return its process."""
+    def launch(self, number: int, *flags: str, env: dict[str, str] | None = None) -> ServerProcess:
+        """Start one, with further flags and variables; return its process."""
         peers = ("--peers", ",".join(self.urls))
         listener = self._listeners[number]
-        process = ServerProcess(*self._flags, *flags, *peers, listener=listener)
+        process = ServerProcess(*self._flags, *flags, *peers, listener=listener, env=env)
         self.processes[number] = process
         return process
 
