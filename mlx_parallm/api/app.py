@@ -44,6 +44,7 @@ from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.store import ResponseStore
 from mlx_parallm.api.turns.images import Images
 from mlx_parallm.batch_jobs.service import BatchService
+from mlx_parallm.conversations.records import KeepsChats
 from mlx_parallm.conversations.service import ConversationService
 from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient, RequestClient
@@ -97,7 +98,7 @@ SLICES = (
     "page.routes",
 )
 #: Those of applications with a data folder.
-STORING_SLICES = ("files.routes", "files.batches", "conversations.routes")
+STORING_SLICES = ("files.routes", "files.batches", "conversations.routes", "chat.stored")
 #: Those of applications with ``--kv-serve``.
 KV_SLICES = ("kv.routes",)
 #: Those of servers that change together.
@@ -151,7 +152,8 @@ def create_app(
         ResponseStore(config.max_stored_responses, config.max_stored_bytes)
     )
     app.state.policies = ArtPolicies()
-    app.state.conversations = _conversations(config)
+    conversations = app.state.conversations = _conversations(config)
+    app.state.keep_chat = conversations and conversations.keep
     app.state.batches = make_batch_service(app, engine.config.scheduler, config, max_waiting)
     app.state.training = _training(app, engine, config)
     app.state.jobs = _jobs(app, engine, config)
@@ -275,6 +277,7 @@ def create_request_app(
     max_waiting: int,
     bound_to: str,
     policies: ArtPolicies,
+    keep_chat: KeepsChats | None = None,
 ) -> FastAPI:
     """Return an application with the routes that only send requests, for an HTTP process.
 
@@ -284,6 +287,7 @@ def create_request_app(
         max_waiting: the size of the engine's queue.
         bound_to: the IP address.
         policies: those of the server's first process.
+        keep_chat: stores a chat in the server's first process; None: none are stored.
     """
     routes = [route for route in routes_of(SLICES) if route.facts.in_any_process]
     app = Application(openapi_url=None, routes=[*routes])
@@ -292,6 +296,7 @@ def create_request_app(
     app.state.max_waiting = max_waiting
     app.state.images = Images(config.media, separates_clients=config.separates_keys)
     app.state.policies = policies
+    app.state.keep_chat = keep_chat
     app.state.counts = RequestCounts()
     install_error_handlers(app)
     _add_middleware(app, config, checked_hosts(config, bound_to))

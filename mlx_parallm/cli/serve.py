@@ -327,6 +327,7 @@ class _SharedHttp(_OwnHttp):
             shared=app.state.policies,
             adopt=self._adopt,
             count=app.state.counts.add,
+            keep_chat=app.state.keep_chat,
         )
         answers = answers_in_any_process()
         self._connections = ConnectionServer(

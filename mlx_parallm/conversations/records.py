@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,10 @@ class StoredChat:
 
     record: ChatRecord
     content: ChatContent
+
+
+#: Stores a chat, and returns once it is on the disk.
+KeepsChats = Callable[[StoredChat], Coroutine[Any, Any, None]]
 
 
 def chat_key(owner: str, chat_id: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.conversations.records import StoredChat
 from mlx_parallm.engine.models import EngineState, PackedModel
 from mlx_parallm.engine.policies import AdapterInfo, NamedAdapter
 from mlx_parallm.engine.status import ModelStatus
@@ -193,6 +194,13 @@ class SetTtl:
 
     name: str
     ttl_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class KeepChat:
+    """From an HTTP process: store a chat; the reply is None once it is on the disk."""
+
+    chat: StoredChat
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Protocol
 
+from mlx_parallm.conversations.records import KeepsChats
 from mlx_parallm.engine.commands import Abort
 from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.models import EngineState, ServedModel
@@ -17,6 +18,7 @@ from mlx_parallm.peers.channel import Packed, UnreadableError, pack
 from mlx_parallm.peers.messages import (
     Catalog,
     Events,
+    KeepChat,
     Known,
     KnownModel,
     Open,
@@ -113,14 +115,22 @@ class Catalogs:
 class HttpPeer:
     """Carries out the requests of one HTTP process. Lives on the event loop."""
 
-    def __init__(self, core: EngineCore, wire: Wire, catalogs: Catalogs) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        wire: Wire,
+        catalogs: Catalogs,
+        keep_chat: KeepsChats | None = None,
+    ) -> None:
         """Begin without requests.
 
         Args:
             core: the engines.
             wire: to the HTTP process.
             catalogs: what HTTP processes know.
+            keep_chat: stores chats; None: none are stored.
         """
+        self._keep_chat = keep_chat
         self._core = core
         self._wire = wire
         self._catalogs = catalogs
@@ -144,14 +154,10 @@ class HttpPeer:
                 task.add_done_callback(lambda _: self._tasks.pop(request.request_id, None))
             case Abort(request_id=request_id):
                 self._abort(message, request_id)
-            case CheckRoom(model, client, n):
-                self._begin(number, self._core.check_queue(model, client, n))
-            case Wait(name, client):
-                self._begin(number, self._core.wait(name, client))
             case SetTtl(name, ttl_s):
                 self._core.set_ttl(name, ttl_s)
-            case Query(question, key):
-                self._begin(number, self._ask(question, key))
+            case CheckRoom() | Wait() | KeepChat() | Query():
+                self._begin(number, self._work(message))
             case UnreadableError():
                 logger.error("a question of an HTTP process cannot be read", exc_info=message)
                 send_reply(self._wire.send, number, message)
@@ -199,6 +205,19 @@ class HttpPeer:
         for request_id in list(self._open):
             await self._core.abort(request_id)
         self._open.clear()
+
+    def _work(self, message: CheckRoom | Wait | KeepChat | Query) -> Coroutine[Any, Any, Any]:
+        """Return what a message asks for, whose result is sent."""
+        match message:
+            case CheckRoom(model, client, n):
+                return self._core.check_queue(model, client, n)
+            case Wait(name, client):
+                return self._core.wait(name, client)
+            case KeepChat(chat):
+                assert self._keep_chat is not None, "HTTP processes know whether chats are stored"
+                return self._keep_chat(chat)
+            case Query(question, key):
+                return self._ask(question, key)
 
     async def _ask(self, question: Callable[[EngineState], Any], key: Hashable) -> Any:
         return await asyncio.wrap_future(self._core.ask(question, key=key))

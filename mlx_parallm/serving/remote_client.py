@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from mlx_parallm.config import EngineConfig
+from mlx_parallm.conversations.records import StoredChat
 from mlx_parallm.engine.adapter_control import AdapterNames, with_adapter
 from mlx_parallm.engine.adapter_folders import AdapterFolders
 from mlx_parallm.engine.commands import Abort
@@ -23,6 +24,7 @@ from mlx_parallm.peers.channel import UnreadableError, pack
 from mlx_parallm.peers.messages import (
     Catalog,
     Events,
+    KeepChat,
     Known,
     KnownModel,
     Open,
@@ -145,6 +147,10 @@ class RemoteClient:
     def set_ttl(self, name: str, ttl_s: float | None) -> None:
         """See ``RequestDoor``."""
         self._wire.send(SetTtl(name, ttl_s))
+
+    async def keep_chat(self, chat: StoredChat) -> None:
+        """Store a chat; see ``ChatStore.keep``."""
+        await self._ask(KeepChat(chat))
 
     async def refresh(self) -> None:
         """Know the adapters as they are now: every answer comes after the latest catalog."""

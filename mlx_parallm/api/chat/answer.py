@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeGuard
 
 from typing_extensions import override
@@ -36,6 +36,9 @@ from mlx_parallm.parsing.parts import (
 )
 from mlx_parallm.types.events import PromptEvent, TokenEvent
 
+#: Stores a ``chat.completion``.
+KeepAnswer = Callable[[dict[str, Any]], Awaitable[None]]
+OBJECT = "chat.completion"
 REASONING_KEYS = ("reasoning", "reasoning_content")
 
 
@@ -48,10 +51,20 @@ class ChatAnswer(Answer):
         admitted: Admitted,
         prepared: PreparedTurn,
         spans: PolicySpans | None = None,
+        keep: KeepAnswer | None = None,
     ) -> None:
-        """Begin with nothing; ``spans`` are those of ART's policies, if they are wanted."""
+        """Begin with nothing.
+
+        Args:
+            body: of the request.
+            admitted: the request.
+            prepared: the turn that answers.
+            spans: those of ART's policies, if they are wanted.
+            keep: stores the whole answer; None: it is not stored.
+        """
         self._body = body
-        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        self._keep = keep
+        kind = f"{OBJECT}.chunk" if body.stream else OBJECT
         self._head = answer_head(admitted, prepared.request.request_id, kind)
         self._names = TokenNames(admitted.model.tokenizer, as_ids=body.return_tokens_as_token_ids)
         self._spans = spans
@@ -93,6 +106,11 @@ class ChatAnswer(Answer):
         if prompt is not None and prompt.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(prompt.prompt_logprobs, self._names)
         return answer
+
+    @override
+    async def settle(self) -> None:
+        if self._keep is not None:
+            await self._keep(self.whole() | {"object": OBJECT})
 
     def opening(self, prompt: PromptEvent | None) -> list[dict[str, Any]]:
         """Return the first chunk of every choice."""

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import Response
 
 from mlx_parallm.api.chat.answer import ChatAnswer
+from mlx_parallm.api.chat.keeping import keeping
 from mlx_parallm.api.chat.request import chat_turn
 from mlx_parallm.api.chat.schema import ChatRequest
 from mlx_parallm.api.control.art.policies import PolicySpans
@@ -30,7 +31,8 @@ async def create_chat_completion(body: ChatRequest, prelude: PreludeDep) -> Resp
     admitted = await prelude.admit(body.model, n=body.n, takes_sources=True)
     turn = await prelude.on_body(lambda: chat_turn(body, prelude))
     prepared = await prepare_turn(turn, admitted.model, prelude.images)
-    answer = ChatAnswer(body, admitted, prepared, _spans(body, admitted, prepared))
+    keep = keeping(body, prelude)
+    answer = ChatAnswer(body, admitted, prepared, _spans(body, admitted, prepared), keep)
     generation = await admitted.start([prepared.request], _fields(body))
     return await respond(prelude, generation, answer, stream=body.stream)
 

@@ -80,6 +80,12 @@ class ChatRequest(TurnEndFields, ThinkingFields, GenerationRequest):
     function_call: StrictStr | dict[str, Any] | None = Field(
         None, description="Superseded by tool_choice."
     )
+    store: StrictBool = Field(
+        False, description="Keep the chat on the server, if that has a data folder."
+    )
+    metadata: Any = Field(
+        None, description="Kept with a chat that is stored: 16 pairs of texts at most."
+    )
     nvext: Any = Field(
         None,
         description='ART\'s: {"extra_fields": ["engine_data"]} adds policy_token_spans and '

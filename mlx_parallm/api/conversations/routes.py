@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import Depends, Query, Request
+from fastapi import Depends, Query
 from pydantic import Field
 
+from mlx_parallm.api.conversations.dependencies import ConversationsDep
 from mlx_parallm.api.files.schema import list_object
 from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.dependencies import ClientDep
@@ -20,7 +21,6 @@ from mlx_parallm.api.responses.schema import ENCRYPTED_REASONING, LOGPROBS, Incl
 from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.turns.prelude import PreludeDep
 from mlx_parallm.conversations.records import ConversationRecord
-from mlx_parallm.conversations.service import ConversationService
 
 routes = Routes(CHAT, body_limit=INPUT, short=True)
 # MAX_ITEMS: items of a body, as at OpenAI.
@@ -68,14 +68,6 @@ class CreateItems(NullIsAbsent):
     """Items to be added to a conversation."""
 
     items: Items = Field(min_length=1, description="They come behind those that are there.")
-
-
-async def get_conversations(request: Request) -> ConversationService:
-    """Return the conversations of this application."""
-    return request.app.state.conversations
-
-
-ConversationsDep = Annotated[ConversationService, Depends(get_conversations)]
 
 
 @routes.post("/v1/conversations")

@@ -16,6 +16,7 @@ from mlx_parallm.api.fine_tuning.schema import (
     PreferenceHyperparameters,
 )
 from mlx_parallm.api.http.dependencies import get_client
+from mlx_parallm.api.http.forms import metadata_pairs
 from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.mezo.request import config_maker, model_of, trainable
 from mlx_parallm.api.mezo.schema import MAX_STEPS, NEW_HEAD, Completion, CreateSession, Pairs
@@ -278,12 +279,7 @@ def metadata_filter(
     Raises:
         InvalidRequestError: ``metadata`` is not null, or comes with such parameters.
     """
-    begin, end = "metadata[", "]"
-    wanted = {
-        (name.removeprefix(begin).removesuffix(end), text)
-        for name, text in query
-        if name.startswith(begin) and name.endswith(end)
-    }
+    wanted = metadata_pairs(query).items()
     if value is None:
         return lambda metadata: wanted <= (metadata or {}).items()
     if value != "null" or wanted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -66,6 +67,16 @@ Metadata = Annotated[
     ],
     Field(max_length=16),
 ]
+
+
+def metadata_pairs(query: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return what the parameters ``metadata[key]=value`` of a query name."""
+    begin, end = "metadata[", "]"
+    return {
+        name.removeprefix(begin).removesuffix(end): text
+        for name, text in query
+        if name.startswith(begin) and name.endswith(end)
+    }
 
 
 class NullIsAbsent(BaseModel):

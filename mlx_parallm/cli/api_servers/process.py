@@ -96,6 +96,7 @@ class HttpProcess:
             max_waiting=start.max_waiting,
             bound_to=start.bound_to,
             policies=policies,
+            keep_chat=self._engine.keep_chat if start.server_config.data_dir else None,
         )
         self._connections = ConnectionServer(
             app,

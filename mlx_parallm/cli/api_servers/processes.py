@@ -14,6 +14,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_parallm.conversations.records import KeepsChats
 from mlx_parallm.engine.commands import Stop
 from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.parallel.member import delay_after
@@ -73,6 +74,7 @@ class HttpProcesses:
         shared: Shared,
         adopt: Handover,
         count: Callable[[Mapping[Any, int]], None] = lambda counts: None,
+        keep_chat: KeepsChats | None = None,
         restart_delay_s: Callable[[int], float] | None = None,
     ) -> None:
         """Prepare; nothing is started yet.
@@ -84,6 +86,7 @@ class HttpProcesses:
             shared: what applications share.
             adopt: serves a connection in this process.
             count: takes what the processes have answered.
+            keep_chat: stores chats that the processes have answered; None: none are stored.
             restart_delay_s: returns the seconds to wait after so many earlier deaths in a row.
         """
         self._restart_delay_s = restart_delay_s or delay_after
@@ -93,6 +96,7 @@ class HttpProcesses:
         self._catalogs = Catalogs(core, shared)
         self._adopt = adopt
         self._count = count
+        self._keep_chat = keep_chat
         self._processes: list[_Process] = []
         self._lives: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
@@ -164,6 +168,9 @@ class HttpProcesses:
                 process.child.kill()
         await asyncio.gather(*self._lives)
 
+    def _peer(self, wire: Wire) -> HttpPeer:
+        return HttpPeer(self._core, wire, self._catalogs, self._keep_chat)
+
     async def _watch(self, process: _Process) -> None:
         """Kill a process that hangs, from the time when it takes connections."""
         await process.ready.wait()
@@ -227,7 +234,7 @@ class HttpProcesses:
 
         wire = Wire(take, end)
         pipe = ConnectionPipe(pipe_end, self._adopt, on_lost=lambda: None)
-        box.append(_Process(child, wire, pipe, HttpPeer(self._core, wire, self._catalogs)))
+        box.append(_Process(child, wire, pipe, self._peer(wire)))
         self._processes.append(box[0])
         await wire.connect(wire_end)
         wire.send(self._start)
