@@ -14,6 +14,7 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark, gbnf_to_lark
 
+from mlx_parallm.grammar.json_schema.rewrite import rewritten
 from mlx_parallm.types.errors import InvalidRequestError
 
 # WHITESPACE between JSON tokens: a single space, or a line break with indentation, as JSON writers
@@ -33,7 +34,9 @@ SpecialTokens = Mapping[str, int]
 def json_schema_grammar(schema: str, *, lenient: bool) -> dict[str, Any]:
     """Return a schema's llguidance grammar; ``lenient`` drops unsupported keywords."""
     text = LLMatcher.grammar_from_json_schema(
-        schema, defaults={"whitespace_pattern": WHITESPACE}, overrides={"lenient": lenient}
+        json.dumps(rewritten(json.loads(schema)), ensure_ascii=False),
+        defaults={"whitespace_pattern": WHITESPACE},
+        overrides={"lenient": lenient},
     )
     grammar = json.loads(text)["grammars"][0]
     options = grammar["json_schema"]["x-guidance"]

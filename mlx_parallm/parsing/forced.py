@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from mlx_parallm.grammar.json_schema.rewrite import rewritten
 from mlx_parallm.parsing.families.json_array import JSON_ARRAY
 from mlx_parallm.parsing.families.pythonic import LFM2, LLAMA4_PYTHONIC, OLMO3, PYTHONIC
 from mlx_parallm.parsing.formats import CallText, Tool, ToolFormat, tools_of
@@ -83,7 +84,7 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
     if "properties" in schema and not any(key in schema for key in _COMPOSED):
         schema.setdefault("additionalProperties", False)
     schema["x-guidance"] = _WRITTEN if tool.strict else {**_WRITTEN, "lenient": True}
-    return schema
+    return rewritten(schema)
 
 
 def _grammar(

@@ -119,7 +119,7 @@ def test_a_special_token_in_a_tag_is_a_token() -> None:
 
 
 def test_strict_refuses_what_lenient_leaves_out() -> None:
-    schema = {"type": "string", "not": {"const": "a"}}
+    schema = {"type": "string", "not": {"format": "date"}}
     with pytest.raises(InvalidRequestError, match="not"):
         COMPILER.compile(specs.json_schema(schema))
     assert matches(specs.json_schema(schema, strict=False), '"b"')

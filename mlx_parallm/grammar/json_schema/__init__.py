@@ -1,0 +1,1 @@
+"""Rewrites JSON schemas into keywords that llguidance can enforce."""

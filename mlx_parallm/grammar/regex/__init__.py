@@ -1,0 +1,1 @@
+"""Regular expressions as finite automata, which read each character once."""
