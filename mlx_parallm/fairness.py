@@ -265,6 +265,10 @@ class Holding:
         #: What is taken.
         self.amount = 0
 
+    def another(self) -> Holding:
+        """Return an empty holding of the same client's in the same budget."""
+        return Holding(self._budget, self._client)
+
     def grow(self, amount: int) -> bool:
         """Take a further amount; False if there is no room for it."""
         if not self._budget.has_room(amount, self._client, own=self.amount):

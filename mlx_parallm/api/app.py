@@ -41,6 +41,7 @@ from mlx_parallm.api.http.routing import DeclaredRoute, RouteIndex, declared_rou
 from mlx_parallm.api.mezo.rewards import RolloutRewards
 from mlx_parallm.api.replicas.answers import PeersMiddleware
 from mlx_parallm.api.responses.service import ResponseService
+from mlx_parallm.api.responses.socket import ResponseSockets
 from mlx_parallm.api.responses.store import ResponseStore
 from mlx_parallm.api.turns.images import Images
 from mlx_parallm.batch_jobs.service import BatchService
@@ -151,6 +152,7 @@ def create_app(
     app.state.responses = ResponseService(
         ResponseStore(config.max_stored_responses, config.max_stored_bytes)
     )
+    app.state.response_sockets = ResponseSockets(config.max_stored_bytes)
     app.state.policies = ArtPolicies()
     conversations = app.state.conversations = _conversations(config)
     app.state.keep_chat = conversations and conversations.keep

@@ -184,6 +184,10 @@ class RequestTooLargeError(InvalidRequestError):
     """The body exceeds the route's size limit."""
 
 
+class UpgradeRequiredError(InvalidRequestError):
+    """A request that must offer a WebSocket offers none."""
+
+
 class NotImplementedRouteError(ParallmError):
     """None of the loaded models can serve this route of the API."""
 

@@ -68,6 +68,7 @@ class MlxParallm < Formula
     typing-inspection==0.4.5
     uvicorn==0.54.0
     uvloop==0.23.0
+    websockets==17.4
   ].freeze
 
   def install

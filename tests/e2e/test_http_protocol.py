@@ -64,7 +64,7 @@ def test_any_route_answers_http_1_0(url: str, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "status"), [("/v1/responses", 426), ("/v1/realtime", 404), ("/", 404)]
+    ("path", "status"), [("/v1/completions", 426), ("/v1/realtime", 404), ("/", 404)]
 )
 def test_a_websocket_handshake_is_refused_as_a_request(url: str, path: str, status: int) -> None:
     handshake = {
@@ -146,12 +146,17 @@ def test_an_offer_of_another_protocol_is_ignored(url: str, rest: bytes, cut: int
         assert answers(url, *pieces) == [b"200", b"200"]
 
 
-def test_a_handshake_leaves_the_connection_usable(url: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "status"), [(b"/v1/completions", b"426"), (b"/v1/responses", b"400")]
+)
+def test_a_refused_handshake_leaves_the_connection_usable(
+    url: str, path: bytes, status: bytes
+) -> None:
     handshake = (
-        b"GET /v1/responses HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: keep-alive, Upgrade\r\n"
+        b"GET " + path + b" HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: keep-alive, Upgrade\r\n"
         b"upgrade: websocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: eA==\r\n\r\n"
     )
-    assert answers(url, handshake, LAST) == [b"426", b"200"]
+    assert answers(url, handshake, LAST) == [status, b"200"]
 
 
 @pytest.mark.parametrize("header", [b"connection", b"proxy-connection"])

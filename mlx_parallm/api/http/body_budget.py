@@ -176,6 +176,10 @@ class HeldBody:
         if not self._held.grow(size):
             raise OverloadedError(FULL)
 
+    def another(self) -> Holding:
+        """Return an empty holding for further bytes of the client's, which outlives the request."""
+        return self._held.another()
+
     async def _in_time(self, receive: Receive) -> Message:
         if not self._timeout_s:
             return await receive()

@@ -6,7 +6,7 @@ import asyncio
 import re
 import sys
 from collections.abc import Awaitable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -31,6 +31,39 @@ CYCLE = "mlx_parallm.cycle"
 # CONNECTION: the headers in which the parser looks for UPGRADE, the wish for another protocol.
 CONNECTION = (b"connection", b"proxy-connection")
 UPGRADE = re.compile(rb"upgrade", re.IGNORECASE)
+# WEBSOCKET: the protocol that a request may offer to go on with.
+WEBSOCKET = "websocket"
+# SWITCH: the key in a scope under which is ``BoundedProtocol.switch``; only requests that offer a
+# WebSocket have it.
+SWITCH = "mlx_parallm.switch"
+
+
+class Successor(Protocol):
+    """Goes on with a connection in place of HTTP; see asyncio, whose protocols it is like."""
+
+    def start(self, wire: BoundedProtocol) -> None:
+        """Begin; the last answer of HTTP is written."""
+        ...
+
+    def data_received(self, data: bytes) -> None:
+        """Take in what the client has sent."""
+        ...
+
+    def pause_writing(self) -> None:
+        """Note that the client does not read."""
+        ...
+
+    def resume_writing(self) -> None:
+        """Note that the client reads again."""
+        ...
+
+    def connection_lost(self) -> None:
+        """Note that the client is gone."""
+        ...
+
+    def shutdown(self) -> None:
+        """End the connection once nothing is worked on."""
+        ...
 
 
 class UnchunkedAnswers:
@@ -66,6 +99,9 @@ class BoundedProtocol(HttpToolsProtocol):
     A client must send the head of a request within the timeout, and read some of a written answer
     within it: uvicorn itself waits forever in both cases. The rest of a body whose request has been
     answered is read and dropped within bounds; uvicorn has none.
+
+    A request that offers another protocol is answered as any other. If that was a WebSocket, the
+    answer may accept it: see ``switch``.
     """
 
     def __init__(self, *, timeout_s: float, **uvicorn_arguments: Any) -> None:
@@ -86,6 +122,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._offer: bytes | None = None
         self._again: bytes | None = None
         self._is_read_again = False
+        # What goes on with the connection in place of HTTP, and what will once the current request
+        # is answered.
+        self.successor: Successor | None = None
+        self._next_successor: Successor | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -103,10 +143,15 @@ class BoundedProtocol(HttpToolsProtocol):
         for timer in (self._head, self._write, self._late):
             _cancelled(timer)
         self._head = self._write = self._late = None
+        if self.successor is not None:
+            self.successor.connection_lost()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """See asyncio."""
+        if self.successor is not None:
+            self.successor.data_received(data)
+            return
         self._head_bytes += len(data)
         self._framing_bytes += len(data)
         self._read(data)
@@ -145,6 +190,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if makes_offer and not self._is_read_again:
             self._offer = self._plain_head()
             return
+        is_offer = self._is_read_again and self.parser.get_method() == b"GET"
         self._is_read_again = False
         self._awaits_body = True
         self._framing_bytes = 0
@@ -154,6 +200,8 @@ class BoundedProtocol(HttpToolsProtocol):
         cycle = cast("RequestResponseCycle | None", self.cycle)
         if cycle is not None and cycle.scope["http_version"] == "1.0":
             cycle.scope[CYCLE] = cycle  # type: ignore[typeddict-unknown-key]
+        elif cycle is not None and is_offer and self._offers_socket():
+            cycle.scope[SWITCH] = self.switch  # type: ignore[typeddict-unknown-key]
 
     def on_message_complete(self) -> None:
         """Note the end of a request's body."""
@@ -165,8 +213,29 @@ class BoundedProtocol(HttpToolsProtocol):
             self._late = _cancelled(self._late)
             self._await_head()
 
+    def switch(self, successor: Successor) -> None:
+        """Let a WebSocket go on with the connection once the current request is answered.
+
+        The answer has the status 101, and no body.
+        """
+        self._next_successor = successor
+        # Neither is a header of such an answer.
+        self.cycle.chunked_encoding = False
+        self.cycle.keep_alive = True
+
+    def shutdown(self) -> None:
+        """End the connection once the request or message is answered that is worked on."""
+        if self.successor is not None:
+            self.successor.shutdown()
+        else:
+            super().shutdown()
+
     def on_response_complete(self) -> None:
-        """Bound the rest of a body whose request has been answered."""
+        """Bound the rest of a body whose request has been answered, or switch to a WebSocket."""
+        if self._next_successor is not None:
+            self.successor = self._next_successor
+            self.successor.start(self)
+            return
         super().on_response_complete()
         # This is the connection's last request; earlier ones have arrived as a whole.
         if self.cycle.response_complete and self.cycle.more_body:
@@ -177,12 +246,16 @@ class BoundedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Watch the write buffer, which the client does not read fast enough."""
         super().pause_writing()
+        if self.successor is not None:
+            self.successor.pause_writing()
         self._watch_write(None)
 
     def resume_writing(self) -> None:
         """Stop watching the write buffer, most of which the client has read."""
         self._write = _cancelled(self._write)
         super().resume_writing()
+        if self.successor is not None:
+            self.successor.resume_writing()
 
     def _watch_write(self, unsent_before: int | None) -> None:
         """Check again after the timeout; abort if the client read nothing meanwhile."""
@@ -229,6 +302,10 @@ class BoundedProtocol(HttpToolsProtocol):
                 value = UPGRADE.sub(b"", value)
             lines.append(b"%s: %s" % (name, value))
         return b"\r\n".join([*lines, b"", b""])
+
+    def _offers_socket(self) -> bool:
+        offers = [value for name, value in self.headers if name == b"upgrade"]
+        return len(offers) == 1 and offers[0].lower() == WEBSOCKET.encode()
 
     def _take_host_of_target(self) -> None:
         """Let an absolute request target replace the Host header (RFC 9112, section 3.2.2)."""

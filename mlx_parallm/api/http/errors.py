@@ -46,6 +46,7 @@ STATUS: Mapping[type[errors.ParallmError], Status] = {
     errors.VersionMismatchError: Status(412, "version_mismatch"),
     errors.RequestTimeoutError: Status(408, "request_timeout"),
     errors.RequestTooLargeError: Status(413, "request_too_large"),
+    errors.UpgradeRequiredError: Status(426, "upgrade_required"),
     errors.NotImplementedRouteError: Status(501, "not_implemented"),
     errors.OverloadedError: Status(429, "rate_limit_exceeded"),
     errors.ShuttingDownError: Status(503, "shutting_down"),
@@ -143,6 +144,8 @@ def response_of(error: errors.ParallmError, scope: Scope) -> JSONResponse:
     if isinstance(error, errors.RequestTimeoutError):
         # Bytes that come late must not be read as the next request.
         headers["connection"] = "close"
+    if isinstance(error, errors.UpgradeRequiredError):
+        headers |= {"upgrade": "websocket", "connection": "Upgrade", "sec-websocket-version": "13"}
     if isinstance(error, errors.AuthenticationError):
         headers["www-authenticate"] = "Bearer"
     return error_response(failure, scope, headers)

@@ -126,7 +126,8 @@ class HandoverProtocol(BoundedProtocol):
         """Look at the next request before it is read, if none has begun to come."""
         has_more = bool(self.pipeline)
         super().on_response_complete()
-        if not has_more and not self._is_in_message and not self.transport.is_closing():
+        goes_on = not self.transport.is_closing() and self.successor is None
+        if goes_on and not has_more and not self._is_in_message:
             self._unrouted = bytearray()
 
     def resume_writing(self) -> None:

@@ -23,6 +23,7 @@ from mlx_parallm.api.http.auth import (
     may_change,
     wrong_key,
 )
+from mlx_parallm.api.http.connection import SWITCH
 from mlx_parallm.api.http.declared import FACTS, Access, facts_of, id_headers, local_path
 from mlx_parallm.api.http.errors import response_of
 from mlx_parallm.api.http.headers import headers_of
@@ -194,9 +195,11 @@ def refuse_hosts(hosts: frozenset[str], scope: Scope) -> ParallmError | None:
 def refuse_origins(config: ServerConfig, scope: Scope) -> ParallmError | None:
     """Return an error for a change that a page of another origin sends, unless CORS allows it.
 
-    Content types do not count: a browser sends a form without asking the server first.
+    Content types do not count: a browser sends a form without asking the server first. Nor does it
+    ask before a WebSocket, whose messages are as those of a POST.
     """
-    may = may_change(config, scope["method"], headers_of(scope))
+    method = "POST" if SWITCH in scope else scope["method"]
+    may = may_change(config, method, headers_of(scope))
     return None if may else PermissionDeniedError(FOREIGN)
 
 

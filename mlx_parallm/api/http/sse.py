@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from json.encoder import encode_basestring
 from typing import Any
 
@@ -29,6 +29,11 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circ
 def data(*payloads: dict[str, Any]) -> bytes:
     """Return one event per payload."""
     return "".join(f"data: {_encode(payload)}\n\n" for payload in payloads).encode()
+
+
+def text(payload: Mapping[str, Any]) -> bytes:
+    """Return an event alone, as a message of a WebSocket has it."""
+    return _encode(payload).encode()
 
 
 class TextEvents:

@@ -151,6 +151,12 @@ class ResponseAnswer(Answer):
         """Return what an event of the engine adds to a stream."""
         return self._numbered(self._take(event))
 
+    def without_output(self) -> list[Event]:
+        """Return all events of a response for which nothing is generated."""
+        opening = self.opening(None)
+        self._ended = self._response(COMPLETED)
+        return [*opening, *self._numbered([self._lifecycle(COMPLETED)])]
+
     def closing(self) -> list[Event]:
         """Return the events that end the stream."""
         return self._numbered(self._end())

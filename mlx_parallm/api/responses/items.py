@@ -8,11 +8,12 @@ from __future__ import annotations
 import base64
 import binascii
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.api.turns.fields import BodyValue
 from mlx_parallm.api.turns.images import detail_of
+from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list
 
 Item = dict[str, Any]
@@ -59,6 +60,9 @@ HOSTED = frozenset(
         "web_search_call",
     ]
 )
+# CALLS, OUTPUTS: items of tools that run at the client.
+CALLS = ("function_call", "custom_tool_call")
+OUTPUTS = ("function_call_output", "custom_tool_call_output")
 #: ``IMAGE``: the type of a part that is an image.
 IMAGE = "input_image"
 NO_PARTS = "must be a text or a list of parts"
@@ -106,6 +110,29 @@ def input_items(
         elif kind not in HOSTED:
             raise item["type"].refusal(f"{kind[:64]!r} is not served", unsupported=True)
     return items
+
+
+def check_outputs(items: Iterable[Item], content: str | Sequence[Mapping[str, Any]]) -> None:
+    """Refuse an output of a tool that no call came before.
+
+    Args:
+        items: of a conversation.
+        content: the body's ``input``, where calls of hosted tools count too.
+
+    Raises:
+        InvalidRequestError: there is one.
+    """
+    raw: Sequence[Mapping[str, Any]] = () if isinstance(content, str) else content
+    hosted = [item for item in raw if item.get("type") in tuple(HOSTED)]
+    calls = {str(item.get("call_id") or item.get("id")) for item in hosted}
+    for item in items:
+        if item["type"] in CALLS:
+            calls.add(item["call_id"])
+        elif item["type"] in OUTPUTS and item["call_id"] not in calls:
+            raise InvalidRequestError(
+                f"No tool call found for the output with call_id {item['call_id'][:128]!r}.",
+                param="input",
+            )
 
 
 def image_places(content: str | Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -12,12 +12,14 @@ from starlette.responses import JSONResponse
 
 from mlx_parallm.api.files.schema import list_object
 from mlx_parallm.api.http.auth import INTERNAL_CALLER
+from mlx_parallm.api.http.body_budget import held_body
 from mlx_parallm.api.http.declared import COUNT, INPUT
 from mlx_parallm.api.http.dependencies import ClientDep
 from mlx_parallm.api.http.offload import on_body
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED, EventStreamResponse
+from mlx_parallm.api.http.websocket import SocketResponse, check_handshake
 from mlx_parallm.api.responses.answer import ResponseAnswer
 from mlx_parallm.api.responses.compaction import CompactionAnswer, prepare_summary, summary_turn
 from mlx_parallm.api.responses.conversation import begin_turn, end_turn, read_history
@@ -25,13 +27,14 @@ from mlx_parallm.api.responses.items import placed_images
 from mlx_parallm.api.responses.request import FIELDS, input_turn, response_turn
 from mlx_parallm.api.responses.schema import CompactRequest, InputTokensRequest, ResponsesRequest
 from mlx_parallm.api.responses.service import ResponseService
-from mlx_parallm.api.responses.store import StoredResponse
+from mlx_parallm.api.responses.socket import EVENTS, MEMORY, ResponseSockets
+from mlx_parallm.api.responses.store import ConnectionMemory, StoredResponse
 from mlx_parallm.api.responses.tools import ResponseTool, response_tools
 from mlx_parallm.api.turns.generation import Generation, named_by
 from mlx_parallm.api.turns.prelude import Admitted, Prelude, PreludeDep, generator
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
 from mlx_parallm.api.turns.sources import num_prompt_tokens
-from mlx_parallm.api.turns.stream import NAMED_EVENTS, respond
+from mlx_parallm.api.turns.stream import NAMED_EVENTS, StreamForm, respond
 from mlx_parallm.api.turns.truncation import prepare_fitting
 from mlx_parallm.conversations.service import ConversationTurn
 from mlx_parallm.types.errors import InvalidRequestError
@@ -54,6 +57,8 @@ async def create_response(
 ) -> Response:
     """Answer an input: whole, as a stream of events, or in the background."""
     body.check_supported()
+    if MEMORY in prelude.request.scope:
+        body.check_message()
     if body.background and INTERNAL_CALLER in prelude.request.scope:
         raise InvalidRequestError("A batch is in the background already.", param="background")
     turn = await begin_turn(body, prelude)
@@ -71,6 +76,7 @@ async def _create(
     stack: ExitStack,
 ) -> Response:
     """Answer a body; what ``stack`` has is done once the generation has ended."""
+    memory: ConnectionMemory | None = prelude.request.scope.get(MEMORY)
     admitted = await prelude.admit(body.model, takes_sources=True)
     items = await prelude.on_body(lambda: responses.items(body, prelude.client))
     entry = responses.entry(
@@ -80,6 +86,7 @@ async def _create(
         client=prelude.client,
         num_bytes=len(await prelude.request.body()),
         history=() if turn is None else turn.items,
+        memory=memory,
     )
     tools = response_tools(body.tools)
     prepared = await _prepare(body, tools, entry, admitted)
@@ -87,8 +94,8 @@ async def _create(
     async def keep(response: dict[str, Any]) -> None:
         if turn is not None:
             await end_turn(turn, items, response)
-        if body.store and not body.background:
-            responses.keep(entry, response)
+        if not body.background:
+            responses.keep(entry, response, is_stored=body.store, memory=memory)
 
     async def start() -> Generation:
         generation = await admitted.start([prepared.request], FIELDS)
@@ -96,11 +103,30 @@ async def _create(
         return generation
 
     answer = ResponseAnswer(body, prepared, model=admitted.name, tools=tools, keep=keep)
+    stream, form = (body.stream, NAMED_EVENTS) if memory is None else (True, EVENTS)
+    if not body.generate:
+        return await _without_output(answer, form if stream else None)
     if not body.background:
-        generation = await start()
-        return await respond(prelude, generation, answer, stream=body.stream, form=NAMED_EVENTS)
+        return await respond(prelude, await start(), answer, stream=stream, form=form)
     job = await responses.make(entry, answer, start, keeps_events=body.stream)
     return _events(job.events(0), prelude) if body.stream else JSONResponse(job.response())
+
+
+@routes.get("/v1/responses", include_in_schema=False)
+async def connect(request: Request, prelude: PreludeDep) -> Response:
+    """Go on with a WebSocket, whose messages ask for responses."""
+    scope = request.scope
+    check_handshake(scope)
+    body = held_body(scope)
+    sockets: ResponseSockets = request.app.state.response_sockets
+    socket = sockets.socket(
+        scope,
+        prelude.client,
+        max_size=body.max_size,
+        timeout_s=prelude.config.client_timeout_s,
+        held=body.another(),
+    )
+    return SocketResponse(scope, socket)
 
 
 @routes.post("/v1/responses/compact")
@@ -223,6 +249,15 @@ async def _prepare(
         )
         prepare = prepare_fitting if body.truncation == "auto" else prepare_turn
         return await prepare(turn, admitted.model, admitted.prelude.images)
+
+
+async def _without_output(answer: ResponseAnswer, form: StreamForm | None) -> Response:
+    """Answer a request that generates nothing; ``form`` is that of its stream, if it has one."""
+    events = answer.without_output()
+    await answer.settle()
+    if form is None:
+        return JSONResponse(answer.response())
+    return Response(form.encode(*events), media_type=form.content_type)
 
 
 def _events(events: AsyncIterator[bytes], prelude: Prelude) -> Response:

@@ -30,6 +30,10 @@ Includable = Literal[
     "reasoning.encrypted_content",
     "message.output_text.logprobs",
 ]
+#: ``CREATE``: the type of a message that asks for a response.
+CREATE = "response.create"
+# LANE: a message's choice among responses that run side by side on one WebSocket.
+LANE = "stream_id"
 # Named by the specification; nothing here can honour them.
 UNSUPPORTED = ("prompt",)
 
@@ -155,6 +159,12 @@ class ResponsesRequest(StreamFields, ThinkingFields, SamplingRequest, ResponsesI
     )
     safety_identifier: StrictStr | None = Field(None, description="Accepted and echoed.")
     prompt_cache_key: StrictStr | None = Field(None, description="Accepted and echoed.")
+    generate: StrictBool = Field(
+        True, description="False: check and keep the input; nothing is generated."
+    )
+    type: StrictStr | None = Field(
+        None, description=f"Of messages of a WebSocket, which have {CREATE}."
+    )
 
     def check_supported(self) -> None:
         """Refuse what this server does not do, by name.
@@ -172,6 +182,23 @@ class ResponsesRequest(StreamFields, ThinkingFields, SamplingRequest, ResponsesI
             )
         if self.background and not self.store:
             raise InvalidRequestError("background needs store to be true.", param="background")
+
+    def check_message(self) -> None:
+        """Refuse what a message of a WebSocket may not ask for, by name.
+
+        Raises:
+            InvalidRequestError: it is of another type, or wants a response in the background or
+                beside others.
+        """
+        if self.type != CREATE:
+            raise InvalidRequestError(
+                f"type must be {CREATE!r}.", param="type", code="unsupported_event"
+            )
+        if self.background:
+            raise InvalidRequestError(
+                "background is not supported on a WebSocket.", param="background"
+            )
+        self.refuse(LANE)
 
     @property
     def shows_logprobs(self) -> bool:

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from mlx_parallm.api.responses.answer import ResponseAnswer
-from mlx_parallm.api.responses.items import Item, input_items
+from mlx_parallm.api.responses.items import Item, check_outputs, input_items
 from mlx_parallm.api.responses.jobs import BackgroundJob
 from mlx_parallm.api.responses.schema import ResponsesInput
-from mlx_parallm.api.responses.store import ResponseStore, StoredResponse
+from mlx_parallm.api.responses.store import ConnectionMemory, ResponseStore, StoredResponse
 from mlx_parallm.api.turns.generation import Generation
 from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
 
@@ -47,6 +47,7 @@ class ResponseService:
         client: str,
         num_bytes: int = 0,
         history: Sequence[Item] = (),
+        memory: ConnectionMemory | None = None,
     ) -> StoredResponse:
         """Return a response to be made, with the input of a body and what came before it.
 
@@ -57,29 +58,43 @@ class ResponseService:
             client: whose it is.
             num_bytes: the length of the body.
             history: items of the body's conversation.
+            memory: what its connection remembers; None if it remembers nothing.
 
         Raises:
             InvalidRequestError: the response before it has not ended.
+            InvalidRequestError: a tool's output answers no call.
             NotFoundError: the client has no such response before it.
         """
         if body.previous_response_id is not None:
-            before = self._before(body.previous_response_id, client)
+            before = memory and memory.take(body.previous_response_id)
+            before = before or self._before(body.previous_response_id, client)
             items = [*before.conversation(), *items]
             num_bytes += before.num_bytes
         elif history:
             items = [*history, *items]
             num_bytes += _num_bytes(history)
+        check_outputs(items, body.input)
         return StoredResponse(id=response_id, client=client, items=items, num_bytes=num_bytes)
 
     def get(self, response_id: str, client: str) -> StoredResponse:
         """Return a response of a client's; see ``ResponseStore.get``."""
         return self._store.get(response_id, client)
 
-    def keep(self, entry: StoredResponse, response: dict[str, Any]) -> None:
-        """Keep a response that has ended."""
+    def keep(
+        self,
+        entry: StoredResponse,
+        response: dict[str, Any],
+        *,
+        is_stored: bool,
+        memory: ConnectionMemory | None = None,
+    ) -> None:
+        """Keep a response that has ended: for its client, and for the rest of its connection."""
         entry.body = response
         entry.num_bytes += _num_bytes(response)
-        self._store.add(entry)
+        if memory is not None:
+            memory.keep(entry)
+        if is_stored:
+            self._store.add(entry)
 
     async def make(
         self,

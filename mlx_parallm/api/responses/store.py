@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.api.responses.jobs import BackgroundJob
-from mlx_parallm.fairness import SharedBudget
+from mlx_parallm.fairness import Holding, SharedBudget
 from mlx_parallm.types.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -197,3 +197,34 @@ class ResponseStore:
             if not most:
                 return
             self.remove(most[0])
+
+
+class ConnectionMemory:
+    """The latest response of a connection, which the next message may continue.
+
+    It is there whether or not it is stored. A message that names it takes it, and leaves its own
+    response once that has ended: so one that fails leaves none.
+    """
+
+    def __init__(self, held: Holding) -> None:
+        self._held = held
+        self._latest: StoredResponse | None = None
+
+    def take(self, response_id: str) -> StoredResponse | None:
+        """Return the latest response, which is then forgotten; None if its id is another."""
+        latest = self._latest
+        if latest is None or latest.id != response_id:
+            return None
+        self.clear()
+        return latest
+
+    def keep(self, response: StoredResponse) -> None:
+        """Put a response that has ended in place of the latest one, if there is room for it."""
+        self.clear()
+        if self._held.grow(response.num_bytes):
+            self._latest = response
+
+    def clear(self) -> None:
+        """Forget the latest response."""
+        self._held.release()
+        self._latest = None

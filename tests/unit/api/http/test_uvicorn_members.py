@@ -21,7 +21,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from mlx_parallm.api.http import connection, handover
+from mlx_parallm.api.http import connection, handover, websocket
 from mlx_parallm.cli import serve
 from mlx_parallm.cli.api_servers import connections
 
@@ -47,6 +47,7 @@ PROTOCOL = {
     "pause_writing",
     "pipeline",
     "resume_writing",
+    "shutdown",
     "transport",
     "url",
 }
@@ -58,7 +59,7 @@ CYCLE = {
     "response_complete",
     "scope",
 }
-FLOW = {"pause_reading"}
+FLOW = {"drain", "pause_reading", "read_paused", "resume_reading", "write_paused"}
 PARSER = {"get_http_version", "get_method", "set_dangerous_leniencies", "should_upgrade"}
 SERVER = {
     "capture_signals",
@@ -71,9 +72,9 @@ SERVER = {
     "shutdown",
     "startup",
 }
-STATE = {"connections", "tasks"}
+STATE = {"connections", "default_headers", "tasks"}
 LIFESPAN = {"shutdown", "state"}
-MODULES = (connection, handover, connections, serve)
+MODULES = (connection, handover, websocket, connections, serve)
 
 
 async def _app(_scope: Scope, _receive: Receive, _send: Send) -> None:
