@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from prometheus_client.core import GaugeMetricFamily
+
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.directory import ModelDirectory
@@ -109,6 +111,20 @@ class Replicas:
             for result in results:
                 if isinstance(result, BaseException):
                     raise result
+
+    def family(self) -> GaugeMetricFamily:
+        """Return a metric of how many servers of the fleet get requests, by the latest look."""
+        servers = GaugeMetricFamily(
+            "mlx_parallm:fleet_servers",
+            "Servers of the fleet, this one included.",
+            labels=["state"],
+        )
+        fleet = self.fleet
+        reasons = [fleet.why_not_ready, *(state.why for state in fleet.states.values())]
+        num_ready, num_all = reasons.count(None), len(reasons) + len(fleet.problems)
+        for state, count in (("ready", num_ready), ("not_ready", num_all - num_ready)):
+            servers.add_metric([state], count)
+        return servers
 
     def status(self) -> Mapping[str, Any]:
         """Return the state of each server of the fleet."""

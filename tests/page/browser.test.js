@@ -631,6 +631,28 @@ pageTest("a server that keeps no sessions is asked once and shows none", async (
   assert.equal(await page.locator("#sessions").isVisible(), false);
 }, { ignored: "409" });
 
+pageTest("the servers of a fleet have a row each, if there is one", async (page) => {
+  const versions = { models: { m: "7" }, adapters: {} };
+  const lost = { url: "http://10.0.0.2:8000", number: null, ready: false, reason: "It is silent.", here: false };
+  const own = { url: "http://10.0.0.1:8000", number: 7, ready: true, reason: null, here: true, ...versions };
+  let data = [own, lost];
+  await page.route("**/metrics", async (route) => {
+    const response = await route.fetch();
+    const fleet = 'mlx_parallm:fleet_servers{state="ready"} 1\n';
+    return route.fulfill({ response, body: (await response.text()) + (data ? fleet : "") });
+  });
+  await page.route("**/v1/peers", (route) => route.fulfill({ json: { object: "fleet", data } }));
+  await page.getByRole("link", { name: "Server", exact: true }).click();
+  const section = page.locator("#peers");
+  const cells = (name) => section.locator(`td[data-name="${name}"]`);
+  await cells("Server").first().waitFor();
+  assert.deepEqual(await cells("Server").allTextContents(), ["http://10.0.0.1:8000 (this one)", "http://10.0.0.2:8000"]);
+  assert.deepEqual(await cells("State").allTextContents(), ["ready", "not readyIt is silent."]);
+  assert.deepEqual(await cells("Weights").allTextContents(), ["m: 7", "–"]);
+  data = [];
+  await section.waitFor({ state: "hidden" });
+});
+
 for (const scheme of ["light", "dark"]) {
   pageTest(`the theme follows a ${scheme} system until it is chosen`, async (page) => {
     const ground = () => page.evaluate(() => getComputedStyle(document.body).backgroundColor);

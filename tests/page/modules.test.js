@@ -15,6 +15,7 @@ const { isSpecial, levelOf, tokenText } = await import(at("logprobs.js"));
 const { amount, percent, seconds } = await import(at("format.js"));
 const { actionsOf, generates, leavesText, sees, stateOf, translates } = await import(at("models.js"));
 const { hitsOf, lossOf, pointOf, stepRate, stepsText, withCount } = await import(at("sessions.js"));
+const { versionsText } = await import(at("peers.js"));
 const { Api } = await import(at("api.js"));
 const { keepChat, keptChat } = await import(at("kept.js"));
 const { deleteChat, listChats, putChat, renameChat } = await import(at("chats.js"));
@@ -333,6 +334,12 @@ test("several engines have a row each, and one engine has none", () => {
   assert.deepEqual(engineLoads(new Reading(parseMetrics(text), 1)), [["0", 3, 0, 0.5], ["1", 2, 7, 0]]);
   const alone = 'vllm:num_requests_running{model_name="m"} 3';
   assert.deepEqual(engineLoads(new Reading(parseMetrics(alone), 1)), []);
+});
+
+test("versions of a server are named, and a server that is not reachable has none", () => {
+  assert.equal(versionsText({ a: "3", b: "default" }), "a: 3, b: default");
+  assert.equal(versionsText({}), "–");
+  assert.equal(versionsText(), "–");
 });
 
 const tierSample = (name, engine, tier, value) =>

@@ -46,7 +46,7 @@ ReplicasDep = Annotated[Any, Depends(get_replicas)]
 routes = Routes(SERVER, access=Access.ADMIN, dependencies=[Depends(check_release)])
 
 
-@routes.get("/v1/peers", include_in_schema=False)
+@routes.get("/v1/peers", is_polled=True, include_in_schema=False)
 async def list_peers(replicas: ReplicasDep) -> dict[str, Any]:
     """List the servers of the fleet, with their versions, and why some are not ready."""
     part: Replicas = replicas

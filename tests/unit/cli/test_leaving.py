@@ -23,7 +23,7 @@ class Leaving:
 
     def __init__(self) -> None:
         self.may_answer, self.has_request = asyncio.Event(), asyncio.Event()
-        protocol = partial(BoundedProtocol, timeout_s=0)
+        protocol = partial(BoundedProtocol, timeout_s=0)  # time limit: none
         self.uvicorn = UvicornServer(uvicorn_config(self, ServerConfig(), protocol))
         self.listener = bind("127.0.0.1", 0)
         self.writers: set[asyncio.StreamWriter] = set()

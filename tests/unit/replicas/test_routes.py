@@ -49,3 +49,13 @@ async def test_a_server_is_not_ready_before_it_has_asked_its_peers() -> None:
         assert "has not asked its peers" in answer.json()["error"]["message"]
         app.state.replicas.fleet.is_draining = True
         assert "drained" in (await client.get("/ready")).text
+
+
+@pytest.mark.parametrize("settings", [{}, {"peers": PEERS}])
+async def test_metrics_count_the_servers_of_a_fleet(settings: dict[str, Any]) -> None:
+    client, _ = client_of(**settings)
+    async with client:
+        text = (await client.get("/metrics")).text
+    for state, count in (("ready", 0), ("not_ready", 1)):
+        line = f'mlx_parallm:fleet_servers{{state="{state}"}} {count}.0'
+        assert (line in text) is bool(settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fastapi import Request, Response
 from fastapi.responses import PlainTextResponse
@@ -22,6 +23,9 @@ from mlx_parallm.api.replicas.standing import check_standing
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.training.service import TrainingService
 from mlx_parallm.types.errors import EngineDeadError
+
+if TYPE_CHECKING:
+    from mlx_parallm.replicas.service import Replicas
 
 routes = Routes(SERVER, access=Access.OPEN)
 
@@ -88,6 +92,9 @@ async def metrics(engine: EngineDep, request: Request) -> Response:
     training: TrainingService | None = request.app.state.training
     if training is not None:
         body += training.metrics()
+    replicas: Replicas | None = request.app.state.replicas
+    if replicas is not None:
+        body += _rendered([replicas.family()])
     return Response(body, headers={"content-type": content_type})
 
 

@@ -63,6 +63,11 @@ export class Api {
     return (await (await this.#fetch("v1/mezo/sessions", { signal, isPolled: true })).json()).data;
   }
 
+  /** The servers that change together with this one; polled likewise. */
+  async peers(signal) {
+    return (await (await this.#fetch("v1/peers", { signal, isPolled: true })).json()).data;
+  }
+
   /** The steps of a session after `after`, up to `last`, which it has made already. */
   async *steps(sessionId, after, last, signal) {
     const path = `v1/mezo/sessions/${encodeURIComponent(sessionId)}/events?after=${after}`;

@@ -7,7 +7,9 @@ import { amount } from "./format.js";
 import { TokenCard } from "./logprobs.js";
 import { rate } from "./metrics.js";
 import { generates, ModelTable, offerModels, showEngines } from "./models.js";
+import { showPeers } from "./peers.js";
 import { Playground } from "./playground.js";
+import { Polling } from "./polling.js";
 import { SessionTable } from "./sessions.js";
 import { showTiers } from "./tiers.js";
 
@@ -37,7 +39,17 @@ class App {
       onReading: (now, before, error) => this.#onReading(now, before, error),
     });
     const isSeen = () => !document.hidden && !document.getElementById("server-view").hidden;
-    this.sessions = new SessionTable({ api: this.api, section: document.getElementById("sessions"), isSeen });
+    const sessions = new SessionTable({ api: this.api, section: document.getElementById("sessions") });
+    const peers = document.getElementById("peers");
+    this.polled = [
+      new Polling({ read: (signal) => this.api.sessions(signal), show: (rows) => sessions.show(rows), isSeen }),
+      new Polling({
+        read: (signal) => this.api.peers(signal),
+        show: (rows) => showPeers(peers, rows),
+        // A server without peers has no such metric, and no such route.
+        isSeen: () => isSeen() && this.reading?.samples("mlx_parallm:fleet_servers").length > 0,
+      }),
+    ];
     this.table = new ModelTable({
       api: this.api,
       section: document.getElementById("models-section"),
@@ -53,7 +65,7 @@ class App {
     this.#wireKey();
     this.#loadModels();
     this.dashboard.run();
-    this.sessions.run();
+    for (const each of this.polled) each.run();
     this.table.run();
     this.playground.focus();
   }
@@ -132,7 +144,7 @@ class App {
       if (error instanceof ApiError || error instanceof TypeError) return;
       throw error;
     }
-    this.sessions.askAgain();
+    for (const each of this.polled) each.askAgain();
     this.#offer(this.models);
     this.table.show(this.models);
   }

@@ -4,13 +4,10 @@ import { Chart } from "./chart.js";
 import { el, setText } from "./dom.js";
 import { amount, percent } from "./format.js";
 
-const INTERVAL_MS = 2000;
 const TIMEOUT_MS = 10_000;
 const CURVE_STEPS = 300;
 // Over how many seconds steps are counted.
 const RATE_SPAN_S = 10;
-// Answers of servers that show no sessions: no such right, no such route, no data folder.
-const NONE = [401, 403, 404, 409];
 const NAMES = ["Session", "Model", "Status", "Steps", "Steps/s", "Loss", "Prefix hits", "Latest losses"];
 
 /** The loss of a step, or the mean of its losses at both signs; null before the first step. */
@@ -120,35 +117,19 @@ class SessionRow {
 }
 
 export class SessionTable {
-  /** Shows the sessions in `section` if there are some; `isSeen` says whether anybody looks. */
-  constructor({ api, section, isSeen }) {
+  /** Shows the sessions in `section` if there are some. */
+  constructor({ api, section }) {
     this.api = api;
     this.section = section;
-    this.isSeen = isSeen;
-    this.hasNone = true;
     this.rows = new Map();
     const head = el("tr", {}, ...NAMES.map((name) => el("th", { scope: "col" }, name)));
     this.body = el("tbody");
     section.querySelector("table").replaceChildren(el("thead", {}, head), this.body);
   }
 
-  /** Ask a server that had none once more: it is another one, or the key has changed. */
-  askAgain() {
-    this.hasNone = false;
-  }
-
-  /** Read the sessions for as long as they are seen and the server has any. */
-  async run() {
-    for (;;) {
-      if (!this.hasNone && this.isSeen()) await this.#read();
-      await new Promise((wake) => setTimeout(wake, INTERVAL_MS));
-    }
-  }
-
-  async #read() {
-    const sessions = await this.#sessions();
-    if (!sessions) return;
-    this.#show(sessions);
+  /** Show sessions, and read the new steps of each. */
+  async show(sessions) {
+    this.#draw(sessions);
     for (const session of sessions) {
       try {
         await this.rows.get(session.id).follow(this.api, session);
@@ -158,19 +139,7 @@ export class SessionTable {
     }
   }
 
-  /** The sessions, none if the server shows none, or null if that is not known now. */
-  async #sessions() {
-    try {
-      return await this.api.sessions(AbortSignal.timeout(TIMEOUT_MS));
-    } catch (error) {
-      // The line at the top says if the server has gone.
-      if (!NONE.includes(error.status)) return null;
-      this.hasNone = true;
-      return [];
-    }
-  }
-
-  #show(sessions) {
+  #draw(sessions) {
     const timeS = performance.now() / 1000;
     const before = this.rows;
     this.rows = new Map(sessions.map((one) => [one.id, before.get(one.id) ?? new SessionRow(one)]));
