@@ -74,6 +74,9 @@ class Soak:
         """Kill a server under load, start it again, and go on until a minute is over."""
         until = time.monotonic() + MINUTE_S  # time limit: of the load, not of an answer
         self.load()
+        (other,) = set(KILLED) - {victim}
+        shared = self._num_rounds + 20_000
+        early = self.complete(other, shared, 600)
         with Streams(self, victim):
             self.servers.kill(victim)
         self.check_refused()
@@ -86,6 +89,8 @@ class Soak:
         self.load()
         while time.monotonic() < until:  # time limit: as above
             self.load()
+        # By now the survivor knows that another one has this prefix.
+        assert self.complete(SURVIVOR, shared, 600) == early
         self.servers.check_alike()
 
     def load(self) -> None:
