@@ -99,7 +99,13 @@ SLICES = (
     "page.routes",
 )
 #: Those of applications with a data folder.
-STORING_SLICES = ("files.routes", "files.batches", "conversations.routes", "chat.stored")
+STORING_SLICES = (
+    "files.routes",
+    "files.uploads",
+    "files.batches",
+    "conversations.routes",
+    "chat.stored",
+)
 #: Those of applications with ``--kv-serve``.
 KV_SLICES = ("kv.routes",)
 #: Those of servers that change together.

@@ -63,9 +63,14 @@ class Upload:
         Raises:
             RequestTooLargeError: the file, or all files together, would be too large.
         """
-        self.num_bytes += num_bytes
+        self.count(num_bytes)
         if self._is_limited:
             self._store.check_room(self.num_bytes)
+
+    def count(self, num_bytes: int) -> None:
+        """Count bytes of it that no limit refuses."""
+        before, self.num_bytes = self.num_bytes, self.num_bytes + num_bytes
+        self._store.note_growth(self, before)
 
     def write(self, data: bytes) -> None:
         """Append claimed bytes. Any thread may call it, one at a time.
@@ -76,6 +81,19 @@ class Upload:
         with disk.storage_errors():
             assert self._descriptor is not None, "the upload has ended"
             disk.write_all(self._descriptor, data)
+
+    def pause(self) -> None:
+        """Close it for now: there may be many that wait for others; see ``resume``."""
+        self._close()
+
+    def resume(self) -> None:
+        """Open it again, to append. Any thread may call it.
+
+        Raises:
+            StorageError: the disk refused it.
+        """
+        with disk.storage_errors():
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
     def sync(self) -> None:
         """Make its content durable and close it. Any thread may call it.
@@ -119,6 +137,9 @@ class FileStore:
         self._ids = ids
         self._now = now
         self._uploads: set[Upload] = set()
+        self._growing = 0
+        #: Called to abandon uploads whose time is over.
+        self.sweepers: list[Callable[[], None]] = []
         records = database.run_now(partial(_agree, folder))
         self._stored = sum(_charge(record.num_bytes) for record in records)
         # No file expires before this time; none may at it.
@@ -134,6 +155,7 @@ class FileStore:
         await self.sweep()
         upload = Upload(self, self._folder / self._ids.make(UNFINISHED), is_limited=is_limited)
         self._uploads.add(upload)
+        self._growing += _charge(0)
         try:
             upload.claim(0)
         except RequestTooLargeError:
@@ -234,6 +256,8 @@ class FileStore:
 
     async def sweep(self) -> None:
         """Remove expired files."""
+        for abandon in self.sweepers:
+            abandon()
         due = self._next_expiry
         if self._now() >= due:
             try:
@@ -251,15 +275,21 @@ class FileStore:
         limits = self._limits
         if num_bytes > limits.max_file_bytes:
             raise RequestTooLargeError(f"The file is larger than {limits.max_file_bytes} bytes.")
-        growing = sum(_charge(upload.num_bytes) for upload in self._uploads)
-        if self._stored + growing > limits.max_total_bytes:
+        if self._stored + self._growing > limits.max_total_bytes:
             raise RequestTooLargeError(
                 f"All files together may have {limits.max_total_bytes} bytes; delete some."
             )
 
+    def note_growth(self, upload: Upload, before: int) -> None:
+        """Count an upload that has grown from so many bytes."""
+        if upload in self._uploads:
+            self._growing += _charge(upload.num_bytes) - _charge(before)
+
     def forget(self, upload: Upload) -> None:
         """Stop counting an upload, which has ended."""
-        self._uploads.discard(upload)
+        if upload in self._uploads:
+            self._uploads.discard(upload)
+            self._growing -= _charge(upload.num_bytes)
 
     def _get(self, file_id: str, owner: str, db: Connection) -> FileRecord:
         source = f"files WHERE id = :id AND NOT ifnull({EXPIRED}, FALSE)"

@@ -13,6 +13,7 @@ from mlx_parallm.batch_jobs.files import FileLimits, FileStore
 from mlx_parallm.batch_jobs.records import COMPLETION_WINDOW_S, BatchRecord, State
 from mlx_parallm.batch_jobs.run import BatchRun, RunContext, Send, end, growing_delay
 from mlx_parallm.batch_jobs.storage import Storage
+from mlx_parallm.batch_jobs.uploads import UploadStore
 from mlx_parallm.fairness import SharedBudget
 from mlx_parallm.storage.disk import finished, in_thread
 from mlx_parallm.types.errors import (
@@ -89,6 +90,10 @@ class BatchService:
             StorageError: the folder cannot be used.
         """
         return (await self._storage()).files
+
+    async def uploads(self) -> UploadStore:
+        """Return the uploads in parts; see ``files``."""
+        return (await self._storage()).uploads
 
     def start(self) -> None:
         """Lock the folder, creating it if needed, and resume batches of an earlier process.

@@ -16,6 +16,7 @@ from typing import TypeVar
 from mlx_parallm.batch_jobs.files import FileLimits, FileStore, record_of_content
 from mlx_parallm.batch_jobs.records import BatchRecord, FileRecord
 from mlx_parallm.batch_jobs.store import BatchStore
+from mlx_parallm.batch_jobs.uploads import UploadStore
 from mlx_parallm.storage import disk
 from mlx_parallm.storage.database import (
     Connection,
@@ -101,6 +102,7 @@ class Storage:
             self._import_former("batches", BatchRecord, lambda _: None)
             ids = IdMaker()
             self.files = FileStore(self._files, self._database, self._limits, ids, self._now)
+            self.uploads = UploadStore(self.files, self._limits.max_file_bytes, ids, self._now)
             self.batches = BatchStore(self._batches, self._database, ids)
         except BaseException:
             self._database.close()

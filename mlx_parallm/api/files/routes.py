@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import Query, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from mlx_parallm.api.files.schema import MAX_EXPIRY_S, UploadFields, file_object, list_object
+from mlx_parallm.api.files.schema import UploadFields, file_expiry_s, file_object, list_object
 from mlx_parallm.api.files.service import BatchesDep
 from mlx_parallm.api.http.declared import FILE
 from mlx_parallm.api.http.dependencies import ClientDep
@@ -38,7 +39,7 @@ async def create_file(request: Request, client: ClientDep, batches: BatchesDep) 
     files = await batches.files()
     upload = await files.begin()
     try:
-        await _receive(request, form, upload)
+        await receive_file(request, form, upload)
         record = await _store(files, form, upload, client)
     finally:
         upload.abandon()
@@ -90,24 +91,28 @@ async def retrieve_content(file_id: str, client: ClientDep, batches: BatchesDep)
     )
 
 
-async def _receive(request: Request, form: FormReader, upload: Upload) -> None:
+async def receive_file(
+    request: Request,
+    form: FormReader,
+    upload: Upload,
+    check: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Write the file of a form as it comes; ``check`` may refuse its bytes so far."""
     async for piece in request.stream():
         data = form.feed(piece)
         if data:
             upload.claim(len(data))
+            check(upload.num_bytes)
             await in_thread(upload.write, data)
     form.finish()
 
 
 async def _store(files: FileStore, form: FormReader, upload: Upload, client: str) -> FileRecord:
     fields = validated(UploadFields, form.fields)
-    expires_after_s = fields.expires_after_seconds
-    if expires_after_s is None and fields.purpose == "batch":
-        expires_after_s = MAX_EXPIRY_S
     return await files.commit(
         upload,
         owner=client,
         filename=form.filename or FILE_FIELD,
         purpose=fields.purpose,
-        expires_after_s=expires_after_s,
+        expires_after_s=file_expiry_s(fields.expires_after_seconds, fields.purpose),
     )

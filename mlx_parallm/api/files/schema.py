@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, StrictInt
+from pydantic import BaseModel, Field, StrictInt, StrictStr
 
+from mlx_parallm.api.http.forms import NullIsAbsent
 from mlx_parallm.batch_jobs.records import BatchRecord, FileRecord, State
+from mlx_parallm.batch_jobs.uploads import MAX_PARTS, PartedUpload
 
 DAY_S = 24 * 3600
 MIN_EXPIRY_S = 3600
@@ -51,6 +53,55 @@ def file_object(record: FileRecord) -> dict[str, Any]:
         "purpose": record.purpose,
         "status": "processed",
         "status_details": None,
+    }
+
+
+class CreateUpload(NullIsAbsent):
+    """A file that is to come in parts."""
+
+    filename: StrictStr = Field(min_length=1, description="The name of the file.")
+    purpose: Purpose = Field(description="What the file is for.")
+    num_bytes: StrictInt = Field(
+        alias="bytes", ge=1, description="The bytes of all its parts together."
+    )
+    mime_type: StrictStr | None = Field(None, description="Its type; it has no effect.")
+    expires_after: ExpiresAfter | None = Field(
+        None, description="When the file expires; by default, one for a batch after 30 days."
+    )
+
+    @property
+    def expires_after_s(self) -> int | None:
+        """After how many seconds the file expires; None: never."""
+        expiry = self.expires_after
+        return file_expiry_s(None if expiry is None else expiry.seconds, self.purpose)
+
+
+class CompleteUpload(NullIsAbsent):
+    """The parts of a file."""
+
+    part_ids: Annotated[list[StrictStr], Field(fail_fast=True)] = Field(
+        min_length=1, max_length=MAX_PARTS, description="Ids of the parts in their order."
+    )
+    md5: StrictStr | None = Field(None, description="The MD5 of the file in hexadecimal digits.")
+
+
+def file_expiry_s(wanted_s: int | None, purpose: str) -> int | None:
+    """Return after how many seconds a file expires; None: never, which no batch's file may."""
+    return MAX_EXPIRY_S if wanted_s is None and purpose == "batch" else wanted_s
+
+
+def upload_object(upload: PartedUpload) -> dict[str, Any]:
+    """Return the description of an upload in parts."""
+    return {
+        "id": upload.id,
+        "object": "upload",
+        "bytes": upload.num_bytes,
+        "created_at": upload.created_at,
+        "filename": upload.filename,
+        "purpose": upload.purpose,
+        "status": upload.status,
+        "expires_at": upload.expires_at,
+        "file": None if upload.file is None else file_object(upload.file),
     }
 
 

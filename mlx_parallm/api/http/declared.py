@@ -80,6 +80,11 @@ COUNT = BodyLimit(
 ADAPTER = BodyLimit(lambda config: config.max_adapter_bytes + FORM_BYTES, Kept.UPLOAD)
 WEIGHTS = BodyLimit(lambda config: config.max_weights_bytes + FORM_BYTES, Kept.UPLOAD)
 FILE = BodyLimit(lambda config: config.max_file_bytes + FORM_BYTES, Kept.STREAMED)
+#: MAX_PART_BYTES: the largest part of a file, as at OpenAI, whose SDK sends parts of this size.
+MAX_PART_BYTES = 64 * 1024 * 1024
+PART = BodyLimit(
+    lambda config: min(config.max_file_bytes, MAX_PART_BYTES) + FORM_BYTES, Kept.STREAMED
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
