@@ -20,6 +20,7 @@ LISTS = {
     "/v1/adapters": "name",
     "/v1/files": "id",
     "/v1/batches": "id",
+    "/v1/chat/completions": "id",
     "/v1/models": "id",
 }
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.core import GaugeMetricFamily, Metric
+
 from mlx_parallm.conversations.chats import ChatStore
 from mlx_parallm.conversations.quota import StoredBytes
 from mlx_parallm.conversations.records import StoredChat
@@ -109,6 +111,15 @@ class ConversationService:
         if opening is None or not opening.done() or opening.cancelled() or opening.exception():
             return None
         return opening.result().stored.total
+
+    def family(self) -> Metric:
+        """Return the stored bytes as a metric, which has no value before the folder is open."""
+        family = GaugeMetricFamily(
+            "mlx_parallm:conversation_stored_bytes", "Conversations and stored chats on disk."
+        )
+        if self.num_bytes is not None:
+            family.add_metric((), self.num_bytes)
+        return family
 
     def check_unlocked(self, conversation_id: str) -> None:
         """Raise InvalidRequestError while a response is made for a conversation."""

@@ -27,6 +27,7 @@ OWN_READING = {
     "/update_weights",
     "/update_weights_from_tensor",
     "/v1/files",
+    "/v1/uploads/{upload_id}/parts",
     "/v1/rl/act",
     "/v2/models/{name}/infer",
 }

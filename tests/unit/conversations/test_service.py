@@ -152,6 +152,7 @@ async def test_every_byte_is_freed_again(service: ConversationService) -> None:
     await chats.keep(chat("c", text="longer"))
     await chats.update("c", "a", {"key": "value"})
     assert (service.num_bytes or 0) > 3 * CHARGE
+    assert [sample.value for sample in service.family().samples] == [service.num_bytes]
     await chats.delete("c", "a")
     await store.delete(conversation, "a")
     assert service.num_bytes == 0

@@ -20,6 +20,7 @@ from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.request_counts import RequestCounts
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.replicas.standing import check_standing
+from mlx_parallm.conversations.service import ConversationService
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.training.service import TrainingService
 from mlx_parallm.types.errors import EngineDeadError
@@ -92,6 +93,9 @@ async def metrics(engine: EngineDep, request: Request) -> Response:
     training: TrainingService | None = request.app.state.training
     if training is not None:
         body += training.metrics()
+    conversations: ConversationService | None = request.app.state.conversations
+    if conversations is not None:
+        body += _rendered([conversations.family()])
     replicas: Replicas | None = request.app.state.replicas
     if replicas is not None:
         body += _rendered([replicas.family()])
