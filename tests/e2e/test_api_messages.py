@@ -275,7 +275,7 @@ def test_count_tokens_counts_the_prompt(engine: FakeEngine, client: anthropic.An
         ({"messages": [{"role": "user", "content": 7}]}, "messages.0.content"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "source"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document'"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "source"),
         ({"system": 7}, "system"),
         ({"temperature": 1.5}, "temperature"),
         ({"top_p": 0}, "top_p"),

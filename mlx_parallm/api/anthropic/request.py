@@ -7,7 +7,8 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_parallm.api.anthropic.history import PLACE, conversation, is_continued
+from mlx_parallm.api.anthropic.contents import PLACE
+from mlx_parallm.api.anthropic.history import conversation, is_continued
 from mlx_parallm.api.anthropic.schema import CountTokensRequest, MessagesRequest, ToolChoiceBody
 from mlx_parallm.api.turns.constraints import body_structure
 from mlx_parallm.api.turns.fields import BodyValue, sampling_params

@@ -20,8 +20,9 @@ class InputMessage(BaseModel):
 
     role: Literal["user", "assistant", "system"] = Field(description="Whose turn it is.")
     content: StrictStr | list[dict[str, Any]] = Field(
-        description="A text, or blocks of type text, thinking, redacted_thinking, tool_use, "
-        "tool_result."
+        description="A text, or blocks: text, image, document, search_result and tool_result of "
+        "the user; text, thinking, tool_use, compaction, and server tools with their results, of "
+        "the assistant."
     )
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from mlx_parallm.api.responses.items import IMAGE, SUMMARY_SEAL, Item, unsealed
 from mlx_parallm.api.responses.tools import flat_name
+from mlx_parallm.api.turns.history import SUMMARY
 from mlx_parallm.api.turns.images import Detail, ImageSource, image_part
 
 Message = dict[str, Any]
-SUMMARY = "A summary of this conversation up to here:"
 NO_PLACES: Mapping[str, str] = MappingProxyType({})
 
 

@@ -14,6 +14,8 @@ from mlx_parallm.types.json_values import is_mapping
 
 # Protocols and model families call the thoughts of an earlier turn by either name.
 REASONING_KEYS = ("reasoning_content", "reasoning")
+# SUMMARY: how the turn begins that takes the place of a conversation before it.
+SUMMARY = "A summary of this conversation up to here:"
 
 
 def template_messages(

@@ -157,6 +157,10 @@ def test_what_cannot_be_continued_is_refused(last: Any, why: str) -> None:
         is_continued(turns(("user", "hi"), ("assistant", last)))
 
 
+def document(source: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "document", "source": source} | more
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 
 
@@ -165,8 +169,23 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     [
         ("user", {"type": "image"}, "messages.0.content.0.source", "must be an object"),
         ("assistant", IMAGE, "messages.0.content.0", "'image'"),
-        ("user", {"type": "document"}, "messages.0.content.0", "'document'"),
-        ("user", {"type": "search_result"}, "messages.0.content.0", "'search_result'"),
+        ("user", {"type": "document"}, "messages.0.content.0.source", "must be an object"),
+        ("user", document({"type": "xml"}), "messages.0.content.0.source.type", "must be text"),
+        ("user", document({"type": "text"}), "messages.0.content.0.source.data", "a text"),
+        (
+            "user",
+            document({"type": "content", "content": [IMAGE, CALL]}),
+            "messages.0.content.0.source.content.1",
+            "'tool_use'",
+        ),
+        (
+            "user",
+            document({"type": "text", "data": "a"}, title=7),
+            "messages.0.content.0.title",
+            "a text",
+        ),
+        ("user", {"type": "search_result"}, "messages.0.content.0.title", "not empty"),
+        ("user", {"type": "container_upload"}, "messages.0.content.0", "'container_upload'"),
         ("user", CALL, "messages.0.content.0", "'tool_use'"),
         ("user", {}, "messages.0.content.0", "without a type"),
         ("user", {"type": 7}, "messages.0.content.0", "without a type"),
@@ -174,16 +193,28 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ("user", text(None), "messages.0.content.0.text", "a text"),  # type: ignore[arg-type]
         (
             "user",
-            RESULT | {"content": [{"type": "document"}]},
+            RESULT | {"content": [{"type": "browser_state"}]},
             "messages.0.content.0.content.0",
-            "'document'",
+            "'browser_state'",
         ),
         ("user", RESULT | {"content": 7}, "messages.0.content.0.content", "list of blocks"),
         ("user", RESULT | {"content": [7]}, "messages.0.content.0.content.0", "without a type"),
         ("user", RESULT | {"is_error": "y"}, "messages.0.content.0.is_error", "true or false"),
         ("user", RESULT | {"tool_use_id": ""}, "messages.0.content.0.tool_use_id", "not empty"),
         ("assistant", RESULT, "messages.0.content.0", "'tool_result'"),
-        ("assistant", {"type": "server_tool_use"}, "messages.0.content.0", "'server_tool_use'"),
+        ("assistant", {"type": "server_tool_use"}, "messages.0.content.0.id", "not empty"),
+        (
+            "assistant",
+            {"type": "web_search_tool_result", "tool_use_id": "t", "content": 7},
+            "messages.0.content.0.content",
+            "an object",
+        ),
+        (
+            "assistant",
+            {"type": "compaction", "content": 7},
+            "messages.0.content.0.content",
+            "a text",
+        ),
         ("assistant", CALL | {"input": "{}"}, "messages.0.content.0.input", "an object"),
         ("assistant", CALL | {"name": 7}, "messages.0.content.0.name", "not empty"),
         ("assistant", CALL | {"id": None}, "messages.0.content.0.id", "not empty"),
@@ -196,6 +227,20 @@ def test_a_bad_block_is_named(role: str, block: dict[str, Any], param: str, word
         turns((role, [block]))
     assert caught.value.param == param
     assert param in str(caught.value)
+
+
+def test_a_compaction_takes_the_place_of_what_was_before() -> None:
+    summary = {"type": "compaction", "content": "we met"}
+    history = turns(
+        ("user", "old"), ("assistant", [CALL]), ("user", [RESULT]),
+        ("assistant", [text("older"), summary, text("so")]), ("user", "on"), system="be brief",
+    )  # fmt: skip
+    assert [turn["role"] for turn in history] == ["system", "user", "assistant", "user"]
+    assert history[1]["content"].endswith("\n\nwe met")
+    assert [turn["content"] for turn in history[2:]] == ["so", "on"]
+    # The second of two is the summary of the first, too.
+    again = ("assistant", [{"type": "compaction", "content": "we met twice"}])
+    assert len(turns(("user", "old"), ("assistant", [summary]), again)) == 1
 
 
 @pytest.mark.parametrize("content", ["", []])
@@ -211,8 +256,16 @@ def test_a_system_prompt_has_no_other_blocks() -> None:
 
 
 JUNK = st.none() | st.booleans() | st.text(max_size=3) | st.lists(st.text(max_size=2), max_size=2)
+KINDS = [
+    "text", "tool_use", "tool_result", "thinking", "document", "search_result", "server_tool_use",
+    "web_search_tool_result", "web_fetch_tool_result", "mcp_tool_result", "compaction", "fallback",
+]  # fmt: skip
+SOURCES = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "content", "base64", "url", "file"])},
+    optional={"data": st.text(max_size=3) | JUNK, "content": st.text(max_size=3) | JUNK},
+)
 BLOCKS = st.fixed_dictionaries(
-    {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking"]) | JUNK},
+    {"type": st.sampled_from(KINDS) | JUNK},
     optional={
         "text": st.text(max_size=3) | JUNK,
         "thinking": st.text(max_size=3) | JUNK,
@@ -221,6 +274,8 @@ BLOCKS = st.fixed_dictionaries(
         "input": st.dictionaries(st.text(max_size=2), JUNK, max_size=2) | JUNK,
         "content": st.text(max_size=3) | JUNK,
         "tool_use_id": st.text(max_size=3) | JUNK,
+        "source": SOURCES | st.text(max_size=3) | JUNK,
+        "title": st.text(max_size=3) | JUNK,
     },
 )
 
