@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from mlx_parallm.grammar.regex.search import check_stop_expressions
 from mlx_parallm.types.beams import BeamParams
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.types.model_input import InputKind, ModelInput, num_source_tokens, tokens_of
@@ -20,8 +21,8 @@ def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
 
     Raises:
         InvalidRequestError: an empty prompt; a token id the embedding table does not have, which
-            returns garbage or crashes the process; more ``min_tokens`` than have room; or an input
-            that the model does not take.
+            returns garbage or crashes the process; more ``min_tokens`` than have room; an
+            expression that cannot end a text; or an input that the model does not take.
         ContextLengthError: the prompt, or the prompt and ``max_tokens``, exceed the context length.
     """
     if not request.prompt_ids:
@@ -45,6 +46,8 @@ def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
             "allowed_token_ids cannot be combined with structured output.",
             param="allowed_token_ids",
         )
+    if params.stop_regex:
+        _check_stop_regex(params.stop_regex)
     for name in ("logprobs", "prompt_logprobs"):
         count = getattr(params, name)
         if count is not None and count > info.vocab_size:
@@ -54,6 +57,14 @@ def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
     if request.inputs or InputKind.SOURCE in info.input_kinds:
         _check_inputs(request, info)
     _check_min_tokens(params.min_tokens, info.max_model_len - len(request.prompt_ids))
+
+
+def _check_stop_regex(expressions: tuple[str, ...]) -> None:
+    try:
+        check_stop_expressions(expressions)
+    except InvalidRequestError as refusal:
+        refusal.param = "stop_regex"
+        raise
 
 
 def _check_inputs(request: GenerateRequest, info: RunnerInfo) -> None:

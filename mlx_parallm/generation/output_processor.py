@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from mlx_parallm.generation.model import IncrementalDetokenizer, Tokenizer
 from mlx_parallm.generation.scheduler.updates import SequenceUpdate
+from mlx_parallm.generation.stop_texts import StopTextMatcher, StopTexts
 from mlx_parallm.types.errors import StepError
 from mlx_parallm.types.events import ErrorEvent, FinishReason, GenerateEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
@@ -31,7 +32,7 @@ class _Sample:
     """The text state of one sample."""
 
     detokenizer: IncrementalDetokenizer
-    matcher: StopStringMatcher
+    matcher: StopTextMatcher
     num_tokens: int = 0
 
 
@@ -49,7 +50,7 @@ class _Request:
 
     params: SamplingParams
     tokenizer: Tokenizer
-    stop: StopStrings
+    stop: StopTexts
     open: dict[int, None]
     samples: dict[int, _Sample] = field(default_factory=dict[int, _Sample])
 
@@ -87,7 +88,9 @@ class OutputProcessor:
     def add(self, request: GenerateRequest, tokenizer: Tokenizer) -> None:
         """Begin a request; before its first update."""
         params = request.params
-        stop = StopStrings(params.stop, include_in_output=params.include_stop_str_in_output)
+        stop = StopTexts(
+            params.stop, params.stop_regex, include_in_output=params.include_stop_str_in_output
+        )
         open_samples = dict.fromkeys(range(params.n))
         self._requests[request.request_id] = _Request(params, tokenizer, stop, open_samples)
 
@@ -226,89 +229,3 @@ def _has_text(update: SequenceUpdate, params: SamplingParams) -> bool:
     if update.finish_reason is not FinishReason.STOP:
         return not update.is_forced_end
     return params.include_stop_str_in_output and update.stop_reason is not None
-
-
-class StopStrings:
-    """The stop strings of one request, prepared once for all its samples.
-
-    Each has its failure table (Knuth, Morris and Pratt, 1977), so that a matcher reads every
-    character once however long the strings are.
-    """
-
-    def __init__(self, stop: Sequence[str], *, include_in_output: bool = False) -> None:
-        self.patterns = tuple((text, _failure_table(text)) for text in dict.fromkeys(stop))
-        self.include_in_output = include_in_output
-
-    def matcher(self) -> StopStringMatcher:
-        """Return a fresh matcher for one sample."""
-        return StopStringMatcher(self)
-
-
-class StopStringMatcher:
-    """Watches one sample's text; how the text is cut into pieces makes no difference.
-
-    The stop string that is complete first wins; of those that end together, the longest. Text
-    that may still become a stop string is held back.
-    """
-
-    __slots__ = ("_held", "_lengths", "_stop", "matched")
-
-    def __init__(self, stop: StopStrings) -> None:
-        self.matched: str | None = None
-        self._stop = stop
-        self._held = ""
-        # Per stop string, how many of its first characters the text ends with.
-        self._lengths = [0] * len(stop.patterns)
-
-    def add(self, text: str) -> str:
-        """Take the next piece and return the text that is safe to emit.
-
-        After a match ``matched`` is set, the rest of the piece is dropped, and nothing more may
-        be added.
-        """
-        if not self._lengths:
-            return text
-        for position, character in enumerate(text):
-            self._advance(character)
-            if self.matched is not None:
-                return self._end(self._held + text[: position + 1])
-        held = max(self._lengths)
-        text = self._held + text
-        split = len(text) - held
-        self._held = text[split:]
-        return text[:split]
-
-    def flush(self) -> str:
-        """Return what was held back: no stop string can be completed any more."""
-        text, self._held = self._held, ""
-        return text
-
-    def _advance(self, character: str) -> None:
-        for index, (pattern, failure) in enumerate(self._stop.patterns):
-            length = self._lengths[index]
-            while length and pattern[length] != character:
-                length = failure[length - 1]
-            if pattern[length] == character:
-                length += 1
-            self._lengths[index] = length
-            if length == len(pattern) and len(pattern) > len(self.matched or ""):
-                self.matched = pattern
-
-    def _end(self, text: str) -> str:
-        self._held = ""
-        if self._stop.include_in_output:
-            return text
-        return text[: len(text) - len(self.matched or "")]
-
-
-def _failure_table(pattern: str) -> list[int]:
-    """For each prefix, the length of its longest proper prefix that is also its suffix."""
-    table = [0] * len(pattern)
-    length = 0
-    for position in range(1, len(pattern)):
-        while length and pattern[position] != pattern[length]:
-            length = table[length - 1]
-        if pattern[position] == pattern[length]:
-            length += 1
-        table[position] = length
-    return table

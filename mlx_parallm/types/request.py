@@ -164,6 +164,7 @@ class SamplingParams:
             and stop strings are not looked for.
         stop: strings that end generation; removed from the text unless
             ``include_stop_str_in_output``.
+        stop_regex: regular expressions whose first match ends generation, treated as ``stop``.
         include_stop_str_in_output: keep the stop string that ended the text.
         stop_token_ids: tokens that end generation, besides the model's own.
         ignore_eos: go on past the model's end-of-sequence tokens.
@@ -215,6 +216,7 @@ class SamplingParams:
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
@@ -284,6 +286,7 @@ class SamplingParams:
             "min_p": self.min_p == 0,
             "top_n_sigma": self.top_n_sigma == 0,
             "stop": not self.stop,
+            "stop_regex": not self.stop_regex,
             structure: self.grammar is None and self.structured_outputs is None,
             "thinking_token_budget": self.thinking_budget is None,
             "logprob_token_ids": not self.logprob_token_ids,

@@ -88,6 +88,7 @@ def test_reasoning_comes_before_the_answer(client: openai.OpenAI) -> None:
         ({"regex": "a|b"}, "a|b"),
         ({"ebnf": 'root ::= "a" | "b"'}, "a|b"),
         ({"json_schema": '{"const": 5}'}, "5"),
+        ({"grammar": 'root ::= "a" | "b"'}, "a|b"),
         ({"response_format": {"type": "json_object"}, "stop": ["}", '"']}, r"\{\s*"),
     ],
 )
@@ -99,6 +100,36 @@ def test_completions_take_every_field(
     )
     assert answer.choices[0].finish_reason == "stop"
     assert re.fullmatch(pattern, answer.choices[0].text, re.DOTALL)
+
+
+def test_an_expression_ends_a_sample_and_its_stream(client: openai.OpenAI) -> None:
+    ends = "[0-9]{2}"
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "messages": HI,
+        "max_tokens": 60,
+        "seed": 1,
+        "extra_body": {
+            "regex": "abc[0-9]{3}[a-z]{20}",
+            "stop_regex": ends,
+            "reasoning_effort": "none",
+        },
+    }
+    (choice,) = client.chat.completions.create(**body).choices
+    assert (choice.message.content, choice.finish_reason) == ("abc", "stop")
+    assert choice.model_extra is not None
+    assert (choice.model_extra["stop_reason"], choice.model_extra["matched_stop"]) == (ends, ends)
+    chunks = list(client.chat.completions.create(**body, stream=True))
+    deltas = [each.delta.content or "" for chunk in chunks for each in chunk.choices]
+    assert "".join(deltas) == "abc"
+    last: Any = chunks[-1].choices[0]
+    assert last.matched_stop == ends
+
+
+def test_an_expression_that_cannot_end_a_text_is_named(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.completions.create(model=MODEL, prompt="a", extra_body={"stop_regex": ["x", "a*"]})
+    assert refusal.value.param == "stop_regex"
 
 
 @pytest.mark.parametrize("text", ["<think>", "</think>x", "a<|im_end|>b", "<tool_call>{}"])

@@ -281,7 +281,7 @@ def test_a_budget_ends_the_reasoning(client: openai.OpenAI, budget: int) -> None
                             "strict": True,
                             "parameters": {
                                 "type": "object",
-                                "properties": {"a": {"not": {"type": "string"}}},
+                                "properties": {"a": {"not": {"format": "date"}}},
                             },
                         },
                     }

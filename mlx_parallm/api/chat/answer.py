@@ -171,6 +171,7 @@ class ChatAnswer(Answer):
             last = self._chunk(event.index, {}, None)
             last["choices"][0]["finish_reason"] = self._finish_reason(sample)
             last["choices"][0]["stop_reason"] = event.stop_reason
+            last["choices"][0]["matched_stop"] = sample.raw.matched_stop
             last["choices"][0] |= self._versions(sample)
             chunks.append(last)
         return chunks
@@ -187,6 +188,7 @@ class ChatAnswer(Answer):
             "logprobs": chat_logprobs(raw.logprobs, self._names) if self._has_logprobs else None,
             "finish_reason": self._finish_reason(sample),
             "stop_reason": raw.stop_reason,
+            "matched_stop": raw.matched_stop,
             "token_ids": raw.token_ids if self._body.return_token_ids else None,
         }
         return choice | self._versions(sample)

@@ -99,6 +99,7 @@ class CompletionAnswer(SampledAnswer):
             "logprobs": self._logprobs(index, sample, scored if echo else None),
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
+            "matched_stop": sample.matched_stop,
         }
         count = self._body.prompt_logprobs if first else None
         if count is not None and scored is not None:

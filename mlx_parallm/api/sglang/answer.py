@@ -150,9 +150,7 @@ def _finish_reason(sample: Sample) -> dict[str, Any] | None:
         case "abort":
             return {"type": "abort", "message": "Aborted"}
         case _:
-            last = sample.token_ids[-1] if sample.token_ids else None
-            matched = last if sample.stop_reason is None else sample.stop_reason
-            return {"type": "stop", "matched": matched}
+            return {"type": "stop", "matched": sample.matched_stop}
 
 
 def _pairs(entry: TokenLogprob) -> dict[str, float]:

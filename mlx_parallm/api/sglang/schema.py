@@ -14,7 +14,7 @@ from mlx_parallm.types.request import MAX_CHOICES
 
 DEFAULT_MAX_NEW_TOKENS = 128
 # What would change the answer and is not offered here.
-UNSUPPORTED_SAMPLING = ("beam_width", "stop_regex", "structural_tag")
+UNSUPPORTED_SAMPLING = ("beam_width", "structural_tag")
 UNSUPPORTED = (
     "audio_data",
     "custom_logit_processor",

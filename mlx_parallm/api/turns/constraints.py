@@ -119,7 +119,14 @@ def _wrong(param: str, what: str) -> InvalidRequestError:
     return InvalidRequestError(f"{param} {what}.", param=param)
 
 
-# What an answer must match, as vLLM and SGLang write it: the specification checks the value.
+def _llama_grammar(value: Any, *, param: str) -> GrammarSpec | None:
+    """Return what llama.cpp's ``grammar`` asks for; its clients send an empty text for nothing."""
+    if value == "":
+        return None
+    return specs.context_free(value, kind=GrammarKind.GBNF, param=param)
+
+
+# What an answer must match, as vLLM, SGLang and llama.cpp write it: specifications check values.
 _schema = partial(specs.json_schema, strict=False)
 _READERS: Mapping[str, _Read] = {
     "response_format": _response_format,
@@ -132,6 +139,7 @@ _READERS: Mapping[str, _Read] = {
     "regex": specs.regex,
     "ebnf": partial(specs.context_free, kind=GrammarKind.GBNF),
     "json_schema": _schema,
+    "grammar": _llama_grammar,
 }
 #: The fields of a body that ``structure_of`` reads.
 STRUCTURE_FIELDS = tuple(name for name in _READERS if name != TEXT_FORMAT)

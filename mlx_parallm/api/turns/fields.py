@@ -95,8 +95,8 @@ class BodyValue:
 
 # MAX_STOP_CHARS: of all stop strings; the engine's thread reads each when the request comes.
 MAX_STOP_CHARS = 65_536
-# PARAMETERS that bodies have by the same names. Their ``structured_outputs`` become a grammar.
-PARAMETERS = frozenset(SamplingParams.__dataclass_fields__) - {"structured_outputs"}
+# PARAMETERS that bodies have by the same names. Structures become an engine's grammar.
+PARAMETERS = frozenset(SamplingParams.__dataclass_fields__) - {"grammar", "structured_outputs"}
 
 
 def sampling_params(body: SamplingFields, *, max_logprobs: int, **changes: Any) -> SamplingParams:
@@ -113,7 +113,8 @@ def sampling_params(body: SamplingFields, *, max_logprobs: int, **changes: Any) 
     """
     names = PARAMETERS & type(body).model_fields.keys()
     values = {name: _immutable(getattr(body, name)) for name in names}
-    values |= {"logit_bias": body.biases(), "stop": body.stops()} | changes
+    values |= {"logit_bias": body.biases(), "stop": body.stops()}
+    values |= {"stop_regex": body.stop_expressions()} | changes
     if sum(map(len, values["stop"])) > MAX_STOP_CHARS:
         raise InvalidRequestError(
             f"Stop strings have at most {MAX_STOP_CHARS} characters together.", param="stop"
@@ -340,6 +341,9 @@ class SamplingFields(NullIsAbsent):
     stop: StrictStr | list[StrictStr] | None = Field(
         None, description=f"Up to {MAX_STOPS} texts that end a sample."
     )
+    stop_regex: StrictStr | list[StrictStr] | None = Field(
+        None, description="SGLang's: expressions whose first match ends a sample, as stop does."
+    )
     stop_token_ids: VocabularyIds = Field(
         default_factory=list[int], description="Tokens that end a sample, besides the model's own."
     )
@@ -360,6 +364,7 @@ class SamplingFields(NullIsAbsent):
     regex: Any = Field(None, description="The same, as SGLang names it.")
     ebnf: Any = Field(None, description="A GBNF grammar, as SGLang names it.")
     json_schema: Any = Field(None, description="A JSON schema, as SGLang names it.")
+    grammar: Any = Field(None, description="A GBNF grammar, as llama.cpp names it.")
     speculative: StrictBool = Field(
         True, description="False keeps speculative decoding away from this request."
     )
@@ -368,15 +373,19 @@ class SamplingFields(NullIsAbsent):
     )
 
     def stops(self) -> tuple[str, ...]:
-        """Return the stop strings.
+        """Return the stop strings; raise InvalidRequestError if there are too many."""
+        return self._few_texts("stop")
 
-        Raises:
-            InvalidRequestError: there are too many.
-        """
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if len(stops) > MAX_STOPS:
-            raise InvalidRequestError(f"At most {MAX_STOPS} stop strings.", param="stop")
-        return stops
+    def stop_expressions(self) -> tuple[str, ...]:
+        """Return the expressions that end a sample; raise as ``stops`` does."""
+        return self._few_texts("stop_regex")
+
+    def _few_texts(self, name: str) -> tuple[str, ...]:
+        value = getattr(self, name)
+        texts = (value,) if isinstance(value, str) else tuple(value or ())
+        if len(texts) > MAX_STOPS:
+            raise InvalidRequestError(f"{name} has at most {MAX_STOPS} texts.", param=name)
+        return texts
 
     def biases(self) -> tuple[tuple[int, float], ...]:
         """Return the biases by token id.

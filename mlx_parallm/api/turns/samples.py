@@ -15,7 +15,7 @@ from mlx_parallm.api.turns.fields import StreamOptions
 from mlx_parallm.api.turns.prelude import Admitted
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.serving.interface import RequestClient
-from mlx_parallm.types.events import PromptEvent, TokenEvent
+from mlx_parallm.types.events import FinishReason, PromptEvent, TokenEvent
 from mlx_parallm.types.step import TokenLogprob
 
 DIGEST_CHARS = 12
@@ -228,6 +228,14 @@ class Sample:
     stop_reason: int | str | None = None
     versions: VersionSpans = field(default_factory=VersionSpans)
     version: str = ""
+
+    @property
+    def matched_stop(self) -> int | str | None:
+        """The stop text or the last token of a sample that was ended by one, as in SGLang."""
+        if self.finish_reason != FinishReason.STOP:
+            return None
+        last = self.token_ids[-1] if self.token_ids else None
+        return last if self.stop_reason is None else self.stop_reason
 
     def add(self, event: TokenEvent) -> None:
         """Append an event."""

@@ -1,10 +1,13 @@
 import itertools
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.generation.output_processor import StopStrings
+from mlx_parallm.generation.stop_texts import StopTexts
+from mlx_parallm.grammar.regex.search import MAX_HELD, check_stop_expressions
+from mlx_parallm.types.errors import InvalidRequestError
 
 
 def reference(text: str, stop: list[str]) -> tuple[int, str] | None:
@@ -32,7 +35,7 @@ stops = st.lists(
 
 @given(texts, stops, st.lists(st.integers(0, 99)), st.booleans())
 def test_equals_the_reference_however_the_text_is_cut(text, stop, cuts, include):
-    matcher = StopStrings(stop, include_in_output=include).matcher()
+    matcher = StopTexts(stop, include_in_output=include).matcher()
     out = ""
     for piece in pieces(text, cuts):
         out += matcher.add(piece)
@@ -53,7 +56,7 @@ def test_equals_the_reference_however_the_text_is_cut(text, stop, cuts, include)
 def test_holds_back_exactly_what_may_become_a_stop_string(text, stop):
     if reference(text, stop) is not None:
         return
-    matcher = StopStrings(stop).matcher()
+    matcher = StopTexts(stop).matcher()
     emitted = "".join(matcher.add(character) for character in text)
     held = text[len(emitted) :]
     suffixes = [text[i:] for i in range(len(text))]
@@ -71,22 +74,120 @@ def test_holds_back_exactly_what_may_become_a_stop_string(text, stop):
     ],
 )
 def test_a_failed_attempt_can_be_the_beginning_of_the_next(text, stop, shown):
-    matcher = StopStrings([stop]).matcher()
+    matcher = StopTexts([stop]).matcher()
     assert "".join(map(matcher.add, text)) + matcher.flush() == shown
 
 
 def test_without_stop_strings_nothing_is_held_back():
-    assert StopStrings([]).matcher().add("anything") == "anything"
+    assert StopTexts([]).matcher().add("anything") == "anything"
 
 
 @pytest.mark.parametrize("include", [True, False])
 def test_text_after_the_stop_string_is_dropped(include):
-    matcher = StopStrings(["END"], include_in_output=include).matcher()
+    matcher = StopTexts(["END"], include_in_output=include).matcher()
     assert matcher.add("one E") == "one "
     assert matcher.add("ND two") == ("END" if include else "")
 
 
 def test_the_longest_of_two_that_end_together_is_reported():
-    matcher = StopStrings(["b", "ab"]).matcher()
+    matcher = StopTexts(["b", "ab"]).matcher()
     assert matcher.add("xab") == "x"
     assert matcher.matched == "ab"
+
+
+EXPRESSIONS = [
+    "a+b",
+    "b{2,3}",
+    "(?:ab|ba)a?",
+    "[^a]a",
+    r"\n\s*b",
+    "a.{2}a",
+    "(?i:A)B",
+    "^b",
+    "^ab|ba",
+]
+
+
+def first_match(text: str, expressions: list[str]) -> tuple[int, int] | None:
+    """Return where the first complete match begins and ends; the longest that ends there."""
+    for end in range(1, len(text) + 1):
+        for start in range(end):
+            for expression in expressions:
+                if re.compile(expression).fullmatch(text, start, end):
+                    return start, end
+    return None
+
+
+@given(
+    texts,
+    st.lists(st.sampled_from(EXPRESSIONS), min_size=1, max_size=3),
+    st.lists(st.integers(0, 99)),
+)
+def test_expressions_equal_the_reference_however_the_text_is_cut(text, expressions, cuts):
+    matcher = StopTexts([], expressions).matcher()
+    out = ""
+    for piece in pieces(text, cuts):
+        out += matcher.add(piece)
+        if matcher.matched is not None:
+            break
+    place = first_match(text, expressions)
+    if place is None:
+        assert matcher.matched is None
+        assert out + matcher.flush() == text
+    else:
+        assert matcher.matched in expressions
+        assert out == text[: place[0]]
+
+
+def test_only_what_may_match_is_held_back():
+    matcher = StopTexts(["END"], [r"\d{3}-\d+"]).matcher()
+    assert [matcher.add(each) for each in ("a1", "2", "3x", "12", "3-")] == [
+        "a",
+        "",
+        "123x",
+        "",
+        "",
+    ]
+    assert matcher.add("4567") == ""
+    assert matcher.matched == r"\d{3}-\d+"
+
+
+def test_a_string_and_an_expression_that_end_together():
+    matcher = StopTexts(["b"], ["a?b"]).matcher()
+    assert matcher.add("xab") == "x"
+    assert matcher.matched == "a?b"
+
+
+def test_what_is_held_back_is_bounded():
+    matcher = StopTexts([], ["a[^b]*b"]).matcher()
+    assert len(matcher.add("a" * 5000)) == 5000 - MAX_HELD
+    # The first characters of a longer match were emitted already.
+    assert matcher.add("b") == "a"
+    assert matcher.matched == "a[^b]*b"
+
+
+@pytest.mark.parametrize(
+    ("expression", "what"),
+    [
+        ("a*", "empty"),
+        ("^", "empty"),
+        ("a$", "end"),
+        ("(?=a)b", "begins with"),
+        (r"(a)\1", "not supported"),
+        (r"\ba", "not supported"),
+        ("a{300}", "states"),
+        ("(a{50}){50}", "states"),
+        ("a" * 5000, "characters"),
+        ("(", "parenthesis"),
+        ("[a", "bracket"),
+        ("*a", "nothing"),
+    ],
+)
+def test_what_cannot_end_a_text_is_refused(expression, what):
+    with pytest.raises(InvalidRequestError, match=what):
+        check_stop_expressions([expression])
+
+
+def test_a_hostile_expression_takes_no_longer_than_its_states_allow():
+    matcher = StopTexts([], ["(x+x+)+y", "(a|b)*a(a|b){40}c"]).matcher()
+    assert len(matcher.add("x" * 2000 + "ab" * 1000)) == 4000 - MAX_HELD

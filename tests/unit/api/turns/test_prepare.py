@@ -214,7 +214,7 @@ async def test_what_a_model_cannot_combine_is_refused() -> None:
 
 
 async def test_a_schema_that_cannot_be_enforced_is_named() -> None:
-    parameters = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+    parameters = {"type": "object", "properties": {"a": {"not": {"format": "date"}}}}
     function = {"name": "f", "parameters": parameters, "strict": True}
     for choice in (REQUIRED, ToolChoice()):
         with pytest.raises(InvalidRequestError) as refusal:
