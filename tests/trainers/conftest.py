@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import requests
 
 TIMEOUT_S = 120
+#: BY_NAME: version of adapters that a request has named, and which each server finds for itself.
+BY_NAME = "1"
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class LiveServer:
         model: its first name.
         folder: the embedded model in the form that transformers reads.
         adapters: the folder below which it loads adapters by path or name.
+        peers: addresses of servers that change together with it.
         num_ranks: the processes that compute its models together.
     """
 
@@ -31,7 +35,20 @@ class LiveServer:
     model: str
     folder: Path
     adapters: Path
+    peers: tuple[str, ...] = ()
     num_ranks: int = int(os.environ.get("MLX_PARALLM_TEST_RANKS", "1"))
+
+    def changes(self, url: str) -> object:
+        """Return the version, the adapters and the pause of a server of a fleet."""
+        get = partial(requests.get, timeout=TIMEOUT_S)
+        cards = get(f"{url}/v1/adapters").json()["data"]
+        adapters = {
+            card["name"]: (card["version"], card["digest"])
+            for card in cards
+            if card["version"] != BY_NAME
+        }
+        label = get(f"{url}/weight_info").json()["weight_version"]
+        return label, adapters, get(f"{url}/is_paused").json()
 
     def get(self, path: str, **more: object) -> requests.Response:
         """Send a GET request; return any answer."""
@@ -55,15 +72,17 @@ def server() -> LiveServer:
         name: os.environ[f"TRAINERS_{name.upper()}"]
         for name in ("url", "model", "folder", "adapters")
     }
-    return LiveServer(
-        variables["url"], variables["model"], Path(variables["folder"]), Path(variables["adapters"])
-    )
+    folder, adapters = Path(variables["folder"]), Path(variables["adapters"])
+    peers = os.environ.get("TRAINERS_PEERS", "").split()
+    return LiveServer(variables["url"], variables["model"], folder, adapters, tuple(peers))
 
 
 @pytest.fixture(autouse=True)
 def _no_adapters_left(server: LiveServer) -> object:
-    """Unload all adapters and resume the server after every test."""
+    """Unload all adapters and resume the server after every test; its peers are as it is."""
     yield
+    for peer in server.peers:
+        assert server.changes(peer) == server.changes(server.url)
     for card in server.get("/v1/models").json()["data"]:
         if card.get("parent"):
             server.post("/v1/unload_lora_adapter", {"lora_name": card["id"]})
