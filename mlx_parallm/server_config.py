@@ -9,6 +9,7 @@ from mlx_parallm.media_limits import MediaLimits
 
 KEY_SCOPE = "key"
 CACHE_SCOPES = (KEY_SCOPE, "server")
+RESPONSE_PLACES = IN_MEMORY, ON_DISK = "memory", "disk"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class ServerConfig:
         max_client_body_bytes: most bytes of one client's request bodies held at once.
         client_timeout_s: a client that sends or reads nothing for this long is disconnected; 0 is
             off.
+        store_responses: where stored responses are, one of ``RESPONSE_PLACES``: on disk they
+            outlive the server, within the same bounds.
         max_stored_responses: most responses kept in memory for /v1/responses; 0 keeps none.
         max_stored_bytes: most bytes of stored responses together, conversations included.
         data_dir: folder of files, batches, conversations and training sessions; created at start;
@@ -87,6 +90,7 @@ class ServerConfig:
     max_weights_bytes: int = 8 * 2**30
     max_client_body_bytes: int = 256 * 1024 * 1024
     client_timeout_s: float = 30.0
+    store_responses: str = IN_MEMORY
     max_stored_responses: int = 1024
     max_stored_bytes: int = 256 * 2**20
     data_dir: str | None = None

@@ -40,6 +40,7 @@ from mlx_parallm.api.http.request_counts import CountingMiddleware, RequestCount
 from mlx_parallm.api.http.routing import DeclaredRoute, RouteIndex, declared_routes
 from mlx_parallm.api.mezo.rewards import RolloutRewards
 from mlx_parallm.api.replicas.answers import PeersMiddleware
+from mlx_parallm.api.responses.saved import SavedResponses
 from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.socket import ResponseSockets
 from mlx_parallm.api.responses.store import ResponseStore
@@ -47,7 +48,7 @@ from mlx_parallm.api.turns.images import Images
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.conversations.records import KeepsChats
 from mlx_parallm.conversations.service import ConversationService
-from mlx_parallm.server_config import ServerConfig
+from mlx_parallm.server_config import ON_DISK, ServerConfig
 from mlx_parallm.serving.interface import EngineClient, RequestClient
 from mlx_parallm.training.jobs.service import JobService
 from mlx_parallm.training.service import TrainingService
@@ -155,13 +156,11 @@ def create_app(
     app.state.config = config
     app.state.max_waiting = max_waiting
     app.state.images = Images(config.media, separates_clients=config.separates_keys)
-    app.state.responses = ResponseService(
-        ResponseStore(config.max_stored_responses, config.max_stored_bytes)
-    )
     app.state.response_sockets = ResponseSockets(config.max_stored_bytes)
     app.state.policies = ArtPolicies()
     conversations = app.state.conversations = _conversations(config)
     app.state.keep_chat = conversations and conversations.keep
+    app.state.responses = _responses(config, conversations)
     app.state.batches = make_batch_service(app, engine.config.scheduler, config, max_waiting)
     app.state.training = _training(app, engine, config)
     app.state.jobs = _jobs(app, engine, config)
@@ -210,6 +209,13 @@ def _conversations(config: ServerConfig) -> ConversationService | None:
     )
 
 
+def _responses(config: ServerConfig, conversations: ConversationService | None) -> ResponseService:
+    """Return the responses of an application."""
+    store = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
+    saves = conversations is not None and config.store_responses == ON_DISK
+    return ResponseService(store, SavedResponses(store, conversations) if saves else None)
+
+
 def _training(app: ASGIApp, engine: EngineClient, config: ServerConfig) -> TrainingService | None:
     """Return the training sessions of an application; None if it can have none."""
     if config.data_dir is None or engine.config.ranks.size > 1:
@@ -255,6 +261,7 @@ async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
     if jobs is not None:
         jobs.start()
     app.state.load_log.start()
+    await app.state.responses.restore()
     replicas: Replicas | None = app.state.replicas
     if replicas is not None:
         replicas.start()

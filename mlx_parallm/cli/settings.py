@@ -24,7 +24,7 @@ from mlx_parallm.config import (
 )
 from mlx_parallm.media_limits import MOST_PIXELS
 from mlx_parallm.parsing.registry import reasoning_format_names, tool_format_names
-from mlx_parallm.server_config import CACHE_SCOPES
+from mlx_parallm.server_config import CACHE_SCOPES, RESPONSE_PLACES
 from mlx_parallm.types.request import LOGPROBS_MODES
 
 
@@ -369,6 +369,9 @@ SETTINGS: tuple[Setting, ...] = (
              "be a response for each 256KiB, and 1024 at least.",
              metavar="SIZE",
              shares=(("server.max_stored_responses", _part(256 << 10, STORED_RESPONSES)),)),
+    _setting("store-responses", "server.store_responses", values.choice(*RESPONSE_PLACES), REQUESTS,
+             "where stored responses are kept: in memory, or on disk too, below --data-dir, where "
+             "a later server finds them."),
     _setting("verifier-urls", "server.verifier_urls", values.listed, REQUESTS,
              "URLs that rollouts may call for the reward of a sample; requests must name them "
              "exactly. None if not given. See docs/rl-api.md.", metavar="URL"),

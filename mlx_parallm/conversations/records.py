@@ -65,6 +65,18 @@ class StoredChat:
     content: ChatContent
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseRecord:
+    """A response that has ended, and the items that it answers. ``place`` grows with age."""
+
+    id: str
+    owner: str
+    place: int
+    num_bytes: int
+    items: list[dict[str, Any]]
+    body: dict[str, Any]
+
+
 #: Stores a chat, and returns once it is on the disk.
 KeepsChats = Callable[[StoredChat], Coroutine[Any, Any, None]]
 

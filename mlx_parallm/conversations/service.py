@@ -13,6 +13,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from mlx_parallm.conversations.chats import ChatStore
 from mlx_parallm.conversations.quota import StoredBytes
 from mlx_parallm.conversations.records import StoredChat
+from mlx_parallm.conversations.responses import ResponseTable
 from mlx_parallm.conversations.store import ConversationStore
 from mlx_parallm.conversations.tables import SCHEMA, bytes_by_owner
 from mlx_parallm.storage import disk
@@ -31,6 +32,7 @@ class ConversationFolder:
     Attributes:
         conversations: the conversations.
         chats: the stored chats.
+        responses: responses that outlive the server, beside the bytes of both.
         stored: the bytes of both.
     """
 
@@ -53,6 +55,7 @@ class ConversationFolder:
         self.stored = StoredBytes(max_bytes, stored, separates_owners=separates_owners)
         self.conversations = ConversationStore(self._database, self.stored, IdMaker())
         self.chats = ChatStore(self._database, self.stored)
+        self.responses = ResponseTable(self._database)
 
     def close(self) -> None:
         """Release the folder, so that another process can open it."""
@@ -99,6 +102,10 @@ class ConversationService:
     async def chats(self) -> ChatStore:
         """Return the stored chats; see ``conversations``."""
         return (await self._opened()).chats
+
+    async def responses(self) -> ResponseTable:
+        """Return the stored responses; see ``conversations``."""
+        return (await self._opened()).responses
 
     async def keep(self, chat: StoredChat) -> None:
         """Store a chat; see ``ChatStore.keep``."""

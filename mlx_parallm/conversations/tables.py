@@ -10,6 +10,7 @@ from mlx_parallm.conversations.records import (
     ChatRecord,
     ConversationRecord,
     ItemRecord,
+    ResponseRecord,
 )
 from mlx_parallm.storage.database import Connection, Schema, read
 from mlx_parallm.storage.records import Record
@@ -39,12 +40,19 @@ TABLES = (
     "CREATE INDEX chats_of_owner ON chats (owner, place, num_bytes)",
     "CREATE INDEX chats_by_place ON chats (place)",
     "CREATE TABLE chat_contents (id TEXT PRIMARY KEY, record TEXT NOT NULL)",
+    """CREATE TABLE responses (
+        id TEXT PRIMARY KEY,
+        record TEXT NOT NULL,
+        place INTEGER AS (json_extract(record, '$.place'))
+    )""",
+    "CREATE INDEX responses_by_place ON responses (place)",
 )
 KINDS: Mapping[str, type[Record]] = {
     "conversations": ConversationRecord,
     "items": ItemRecord,
     "chats": ChatRecord,
     "chat_contents": ChatContent,
+    "responses": ResponseRecord,
 }
 SCHEMA = Schema(VERSION, TABLES, KINDS)
 # OWNED: the tables whose records count.

@@ -144,18 +144,23 @@ class Database:
         Raises:
             StorageError: the disk refused it, and nothing has changed.
         """
-        return await disk.finished(asyncio.wrap_future(self._submit(work)))
+        return await disk.finished(asyncio.wrap_future(self.submit(work)))
 
     def run_now(self, work: Callable[[Connection], T]) -> T:
         """Run a transaction as ``run`` does, blocking this thread, which has no event loop."""
-        return self._submit(work).result()
+        return self.submit(work).result()
 
     def close(self) -> None:
         """Close it after the transactions that wait; later ones raise StorageError."""
         self._thread.shutdown()
         self._connection.close()
 
-    def _submit(self, work: Callable[[Connection], T]) -> Future[T]:
+    def submit(self, work: Callable[[Connection], T]) -> Future[T]:
+        """Let a transaction wait for its turn behind earlier ones, and return what it becomes.
+
+        Raises:
+            StorageError: the database is closed.
+        """
         job = _Job(work, Future[T]())
         self._jobs.put(job)
         try:

@@ -94,6 +94,9 @@ async def _create(
     async def keep(response: dict[str, Any]) -> None:
         if turn is not None:
             await end_turn(turn, items, response)
+        if body.store:
+            # What is evicted at once is deleted after it was saved.
+            await responses.save(entry, response)
         if not body.background:
             responses.keep(entry, response, is_stored=body.store, memory=memory)
 

@@ -10,6 +10,7 @@ from typing import Any
 from mlx_parallm.api.responses.answer import ResponseAnswer
 from mlx_parallm.api.responses.items import Item, check_outputs, input_items
 from mlx_parallm.api.responses.jobs import BackgroundJob
+from mlx_parallm.api.responses.saved import SavedResponses
 from mlx_parallm.api.responses.schema import ResponsesInput
 from mlx_parallm.api.responses.store import ConnectionMemory, ResponseStore, StoredResponse
 from mlx_parallm.api.turns.generation import Generation
@@ -21,10 +22,26 @@ class ResponseService:
 
     Args:
         store: where they are kept.
+        saved: copies that outlive the server; None: there are none.
     """
 
-    def __init__(self, store: ResponseStore) -> None:
+    def __init__(self, store: ResponseStore, saved: SavedResponses | None = None) -> None:
         self._store = store
+        self._saved = saved
+
+    async def restore(self) -> None:
+        """Find the responses of earlier servers, where they are saved."""
+        if self._saved is not None:
+            await self._saved.restore()
+
+    async def save(self, entry: StoredResponse, response: dict[str, Any]) -> None:
+        """Save a response that has ended, before it is kept, where they are saved.
+
+        Raises:
+            StorageError: the disk refused it.
+        """
+        if self._saved is not None:
+            await self._saved.save(entry, response)
 
     def items(self, body: ResponsesInput, client: str) -> list[Item]:
         """Return the items of a body's own input. It may be called from any thread.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,8 @@ class ResponseStore:
         self._index: dict[tuple[str, str], dict[str, Item]] = {}
         self.num_responses = 0
         self.num_bytes = 0
+        #: Called with a response that is kept no more.
+        self.on_removed: Callable[[StoredResponse], None] = lambda entry: None
 
     def add(self, entry: StoredResponse) -> None:
         """Keep a response.
@@ -125,6 +127,7 @@ class ResponseStore:
         entries = self._of_client(entry.client)
         if entries.pop(entry.id, None) is None:
             return
+        self.on_removed(entry)
         if entry.is_running:
             self._leave(entry)
         self.num_responses -= 1

@@ -1,0 +1,101 @@
+"""``--store-responses disk``: what a later server finds of the responses of an earlier one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from mlx_parallm.server_config import IN_MEMORY, ON_DISK, ServerConfig
+from tests.fake_engine import FakeEngine, hang, serve_fake, write
+
+MAX_RESPONSES = 4
+
+
+@contextmanager
+def serving(
+    folder: Path, engine: FakeEngine | None = None, *, key: str = "one", place: str = ON_DISK
+) -> Iterator[openai.OpenAI]:
+    """Serve a folder as a new server does; yield a client with a key."""
+    config = ServerConfig(
+        api_keys=("one", "two"),
+        data_dir=str(folder),
+        store_responses=place,
+        max_stored_responses=MAX_RESPONSES,
+    )
+    with (
+        serve_fake(engine or FakeEngine(), config) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client,
+    ):
+        yield client
+
+
+def create(client: openai.OpenAI, **more: Any) -> Any:
+    body: dict[str, Any] = {"model": "alias", "input": "hi"} | more
+    return client.responses.create(**body)
+
+
+def has(client: openai.OpenAI, name: str) -> bool:
+    try:
+        return client.responses.retrieve(name).id == name
+    except openai.NotFoundError:
+        return False
+
+
+def test_a_later_server_goes_on(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    with serving(tmp_path, engine) as client:
+        first = create(client)
+        second = create(client, previous_response_id=first.id, input="more")
+        events = create(client, background=True, stream=True)
+        *_, last = events
+        engine.script = hang(after="hel")
+        running = create(client, background=True).id
+        engine.script = write("hello")
+    with serving(tmp_path, engine) as client:
+        assert client.responses.retrieve(second.id) == second
+        assert has(client, last.response.id)
+        assert not has(client, running)
+        while not engine.submitted.empty():
+            engine.submitted.get()
+        third = create(client, previous_response_id=second.id, input="again")
+        assert len(client.responses.input_items.list(third.id).data) == 5
+        prompt = bytes(token for token in engine.submitted.get().prompt_ids if token < 256)
+        assert prompt.decode().count("hello") == 2
+    with serving(tmp_path, key="two") as other:
+        assert not has(other, second.id)
+
+
+def test_what_is_gone_stays_gone(tmp_path: Path) -> None:
+    with serving(tmp_path) as client:
+        deleted, unstored = create(client).id, create(client, store=False).id
+        client.responses.delete(deleted)
+        names = [create(client).id for _ in range(MAX_RESPONSES + 2)]
+    with serving(tmp_path) as client:
+        present = [name for name in (deleted, unstored, *names) if has(client, name)]
+        assert present == names[-MAX_RESPONSES:]
+        create(client)
+        assert not has(client, names[2])
+    with serving(tmp_path) as client:
+        assert not has(client, names[2])
+
+
+def test_in_memory_nothing_is_saved(tmp_path: Path) -> None:
+    with serving(tmp_path, place=IN_MEMORY) as client:
+        name = create(client).id
+    with serving(tmp_path) as client:
+        assert not has(client, name)
+
+
+def test_a_server_whose_folder_is_in_use_stores_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path) as holder:
+        kept = create(holder).id
+        with serving(tmp_path) as client:
+            with pytest.raises(openai.InternalServerError, match="uses the data folder"):
+                create(client)
+            assert create(client, store=False).status == "completed"
+        assert has(holder, kept)
