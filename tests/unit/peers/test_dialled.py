@@ -243,9 +243,11 @@ def test_tokens_wait_for_no_acknowledgement() -> None:
 
 @pytest.mark.parametrize("kind", [StreamKind.LOG, StreamKind.BEATS])
 def test_ranks_are_no_servers(listener: Listener, kind: StreamKind) -> None:
+    # Those of earlier tests may still end.
+    before = listener.engines
     with pytest.raises((StrangerError, OSError)):
         connect(listener.address.pair, b"", Caller(1, kind), PATIENCE_S)
-    assert listener.engines == []
+    assert set(listener.engines) <= set(before)
 
 
 def test_nobody_listens_there() -> None:
