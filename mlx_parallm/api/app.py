@@ -81,6 +81,7 @@ SLICES = (
     "control.weights.adapters",
     "tokenize.routes",
     "pooling.tei.routes",
+    "pooling.cohere.routes",
     "ollama.embeddings",
     "ollama.listing",
     "control.server.health",

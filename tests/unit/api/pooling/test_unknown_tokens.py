@@ -34,6 +34,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"query": TEXT, "documents": ["w7"]},
         {"query": "w7", "documents": ["w7", TEXT]},
     ],
+    "/v2/embed": [{"texts": [TEXT]}],
     "/v2/rerank": [{"query": "w7", "documents": [TEXT], "model": "encoder"}],
     "/v1/score": [{"text_1": TEXT, "text_2": "w7"}, {"text_1": "w7", "text_2": ["w7", TEXT]}],
     "/v1/classifications": [{"input": [TEXT]}],

@@ -1,0 +1,1 @@
+"""Cohere's route of embeddings."""
