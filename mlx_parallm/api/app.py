@@ -105,6 +105,7 @@ STORING_SLICES = (
     "files.routes",
     "files.uploads",
     "files.batches",
+    "anthropic.batches",
     "conversations.routes",
     "chat.stored",
 )

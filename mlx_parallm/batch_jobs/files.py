@@ -191,18 +191,34 @@ class FileStore:
         await finished(self._commit(upload, record))
         return record
 
-    async def put(self, content: bytes, *, owner: str, filename: str, purpose: str) -> FileRecord:
-        """Keep a file that the server has made, which no limit refuses.
+    async def put(
+        self,
+        content: bytes,
+        *,
+        owner: str,
+        filename: str,
+        purpose: str,
+        expires_after_s: int | None = None,
+        is_limited: bool = False,
+    ) -> FileRecord:
+        """Keep a file that the server has made; see ``begin`` and ``commit``.
 
         Raises:
+            RequestTooLargeError: it is limited, and there is no room.
             StorageError: the disk refused it.
         """
-        upload = await self.begin(is_limited=False)
+        upload = await self.begin(is_limited=is_limited)
         try:
             upload.claim(len(content))
             await disk.in_thread(upload.write, content)
             await disk.in_thread(upload.sync)
-            return await self.commit(upload, owner=owner, filename=filename, purpose=purpose)
+            return await self.commit(
+                upload,
+                owner=owner,
+                filename=filename,
+                purpose=purpose,
+                expires_after_s=expires_after_s,
+            )
         finally:
             upload.abandon()
 

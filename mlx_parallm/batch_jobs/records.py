@@ -17,6 +17,9 @@ from mlx_parallm.storage.ids import time_of
 
 COMPLETION_WINDOW_S = 24 * 3600
 FILE_PREFIX = "file-"
+#: BATCH_PREFIX, MESSAGE_BATCH_PREFIX: of batches that are made and listed in OpenAI's form, and in
+#: Anthropic's.
+BATCH_PREFIX, MESSAGE_BATCH_PREFIX = "batch_", "msgbatch_"
 # CONTENT_NAME: id, owner, purpose and expiry of a content; see ``FileRecord.content_name``.
 CONTENT_NAME = re.compile(
     rf"({FILE_PREFIX}[0-9a-f]{{32}})\.([^.]*)\.([^.]*)\.([0-9]*)\.content", re.ASCII
@@ -82,6 +85,8 @@ class BatchRecord:
     """A batch. Times are Unix seconds; ``owner`` is a digest of an API key.
 
     ``completed`` and ``failed`` count lines; while the batch runs, those on disk lag behind.
+    ``unanswered`` are those of an ended batch that failed because its time was over or it was
+    cancelled.
     """
 
     id: str
@@ -97,6 +102,7 @@ class BatchRecord:
     total: int = 0
     completed: int = 0
     failed: int = 0
+    unanswered: int = 0
     errors: list[dict[str, Any]] | None = None
     usage: dict[str, Any] | None = None
     output_file_id: str | None = None

@@ -321,6 +321,7 @@ class BatchRun:
             State.CANCELLED if record.status == State.CANCELLING else state,
             completed=tally.completed,
             failed=tally.failed,
+            unanswered=tally.num_unanswered,
             usage=tally.usage.to_json(),
             output_file_id=record.output_file_id if has_output else None,
             error_file_id=record.error_file_id if has_errors else None,

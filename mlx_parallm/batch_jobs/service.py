@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -10,7 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_parallm.batch_jobs.files import FileLimits, FileStore
-from mlx_parallm.batch_jobs.records import COMPLETION_WINDOW_S, BatchRecord, State
+from mlx_parallm.batch_jobs.records import (
+    BATCH_PREFIX,
+    COMPLETION_WINDOW_S,
+    BatchRecord,
+    State,
+)
 from mlx_parallm.batch_jobs.run import BatchRun, RunContext, Send, end, growing_delay
 from mlx_parallm.batch_jobs.storage import Storage
 from mlx_parallm.batch_jobs.uploads import UploadStore
@@ -46,10 +52,21 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOrder:
-    """A client's settings of a new batch."""
+    """A client's settings of a new batch.
+
+    Attributes:
+        input_file_id: the file of its lines.
+        endpoint: the path of every line.
+        prefix: of its id.
+        total: the number of its lines, if that is known before the file is checked.
+        metadata: kept with the batch.
+        output_expires_after_s: when its output expires; None: never.
+    """
 
     input_file_id: str
     endpoint: str
+    prefix: str = BATCH_PREFIX
+    total: int = 0
     metadata: dict[str, str] | None = None
     output_expires_after_s: int | None = None
 
@@ -128,10 +145,11 @@ class BatchService:
         await _check_input(storage.files, order.input_file_id, owner)
         created_at = int(self._now())
         record = BatchRecord(
-            id=storage.batches.new_id(),
+            id=storage.batches.new_id(order.prefix),
             owner=owner,
             endpoint=order.endpoint,
             input_file_id=order.input_file_id,
+            total=order.total,
             created_at=created_at,
             expires_at=created_at + COMPLETION_WINDOW_S,
             metadata=order.metadata,
@@ -141,21 +159,47 @@ class BatchService:
         await finished(self._begin(storage, record))
         return record
 
-    async def get(self, batch_id: str, owner: str) -> BatchRecord:
+    async def get(self, batch_id: str, owner: str, prefix: str = BATCH_PREFIX) -> BatchRecord:
         """Return a batch of this owner, with current counts.
 
         Raises:
             NotFoundError: the owner has no batch of this id.
         """
-        return await (await self._storage()).batches.get(batch_id, owner)
+        return await (await self._storage()).batches.get(batch_id, owner, prefix)
 
     async def list(
-        self, owner: str, *, after: str | None = None, limit: int
+        self,
+        owner: str,
+        *,
+        prefix: str = BATCH_PREFIX,
+        after: str | None = None,
+        before: str | None = None,
+        limit: int,
     ) -> tuple[list[BatchRecord], bool]:
-        """Return a page of an owner's batches, newest first, and True if more follow."""
-        return await (await self._storage()).batches.list(owner, after=after, limit=limit)
+        """Return a page of an owner's batches; see ``BatchStore.list``."""
+        batches = (await self._storage()).batches
+        return await batches.list(owner, prefix=prefix, after=after, before=before, limit=limit)
 
-    async def cancel(self, batch_id: str, owner: str) -> BatchRecord:
+    async def delete(self, batch_id: str, owner: str, prefix: str = BATCH_PREFIX) -> None:
+        """Delete a batch that has ended, with its files.
+
+        Raises:
+            NotFoundError: the owner has no batch of this id.
+            InvalidRequestError: it has not ended.
+        """
+        storage = await self._storage()
+        record = await storage.batches.get(batch_id, owner, prefix)
+        if not record.has_ended:
+            raise InvalidRequestError(
+                f"A batch that is {record.status} cannot be deleted; cancel it first.",
+                param="batch_id",
+            )
+        for file_id in (record.output_file_id, record.error_file_id, record.input_file_id):
+            with contextlib.suppress(NotFoundError):
+                await storage.files.delete(file_id or "", owner)
+        await storage.batches.delete(record)
+
+    async def cancel(self, batch_id: str, owner: str, prefix: str = BATCH_PREFIX) -> BatchRecord:
         """Cancel a batch: pending lines are skipped, and those in the engine are aborted.
 
         Raises:
@@ -163,7 +207,7 @@ class BatchService:
             InvalidRequestError: the batch has ended, or is about to.
         """
         storage = await self._storage()
-        record = await storage.batches.get(batch_id, owner)
+        record = await storage.batches.get(batch_id, owner, prefix)
         if not record.has_ended:
             self._drive(storage, owner)
             await self._run_of(storage, record).cancel()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.batch_jobs.records import BatchRecord
+from mlx_parallm.batch_jobs.records import BATCH_PREFIX, BatchRecord
 from mlx_parallm.storage.database import Connection, Database, Values, put, read
 from mlx_parallm.storage.disk import finished
 from mlx_parallm.storage.ids import AFTER_ALL, IdMaker
@@ -16,6 +16,8 @@ from mlx_parallm.types.errors import NotFoundError, OverloadedError
 # MAX_OPEN: most unfinished batches of an owner. MAX_KEPT: most batches of an owner.
 MAX_OPEN = 100
 MAX_KEPT = 10_000
+# AGE: SQL: the order in which batches were created, whatever their prefixes.
+AGE = "json_extract(record, '$.created_at'), id"
 
 
 class BatchStore:
@@ -33,7 +35,8 @@ class BatchStore:
         self._folder = folder
         self._database = database
         self._ids = ids
-        records = database.run_now(lambda db: read(db, BatchRecord, "batches ORDER BY id"))
+        source = f"batches ORDER BY {AGE}"
+        records = database.run_now(lambda db: read(db, BatchRecord, source))
         self._unfinished = {record.id: record for record in records if not record.has_ended}
         for record in records:
             if record.has_ended:
@@ -41,9 +44,9 @@ class BatchStore:
         for path in folder.glob("*.part"):
             path.unlink()
 
-    def new_id(self) -> str:
+    def new_id(self, prefix: str = BATCH_PREFIX) -> str:
         """Return an id for a batch."""
-        return self._ids.make("batch_")
+        return self._ids.make(prefix)
 
     async def add(self, record: BatchRecord) -> None:
         """Store a new batch; at the limit, the owner's oldest finished batch is removed.
@@ -61,7 +64,9 @@ class BatchStore:
                     f"{MAX_OPEN} batches have not ended; wait or cancel some.", retry_after_s=60
                 )
             if num_kept >= MAX_KEPT:
-                oldest = "SELECT min(id) FROM batches WHERE owner = ? AND has_ended"
+                oldest = (
+                    f"SELECT id FROM batches WHERE owner = ? AND has_ended ORDER BY {AGE} LIMIT 1"
+                )
                 db.execute(f"DELETE FROM batches WHERE id = ({oldest})", (record.owner,))
             put(db, "batches", record)
 
@@ -78,8 +83,8 @@ class BatchStore:
         """
         await finished(self._change(record, changes))
 
-    async def get(self, batch_id: str, owner: str) -> BatchRecord:
-        """Return a batch of this owner.
+    async def get(self, batch_id: str, owner: str, prefix: str = BATCH_PREFIX) -> BatchRecord:
+        """Return a batch of this owner and prefix.
 
         Raises:
             NotFoundError: the owner has no batch of this id.
@@ -88,20 +93,44 @@ class BatchStore:
         for record in (
             [running] if running else await self._read("batches WHERE id = ?", (batch_id,))
         ):
-            if record.owner == owner:
+            if record.owner == owner and batch_id.startswith(prefix):
                 return record
         raise NotFoundError(f"No such batch: {batch_id[:64]!r}.", param="batch_id")
 
     async def list(
-        self, owner: str, *, after: str | None = None, limit: int
+        self,
+        owner: str,
+        *,
+        prefix: str = BATCH_PREFIX,
+        after: str | None = None,
+        before: str | None = None,
+        limit: int,
     ) -> tuple[list[BatchRecord], bool]:
         """Return a page of an owner's batches, newest first, and True if more follow.
 
-        ``after`` is the last id of the page before, which need not exist any more.
+        Args:
+            owner: a digest of the API key.
+            prefix: of the batches' ids.
+            after: the last id of the page before, which need not exist any more.
+            before: the first id of the page after, if the page before that is wanted: what follows
+                are newer batches then.
+            limit: most batches.
         """
-        source = "batches WHERE owner = ? AND id < ? ORDER BY id DESC LIMIT ?"
-        records = await self._read(source, (owner, after or AFTER_ALL, limit + 1))
-        return records[:limit], len(records) > limit
+        source = "batches WHERE owner = ? AND id > ? AND id < ? ORDER BY id {} LIMIT ?"
+        order = "DESC" if before is None else "ASC"
+        values = (owner, before or prefix, after or prefix + AFTER_ALL, limit + 1)
+        records = await self._read(source.format(order), values)
+        page = records[:limit] if before is None else records[:limit][::-1]
+        return page, len(records) > limit
+
+    async def delete(self, record: BatchRecord) -> None:
+        """Forget a batch that has ended.
+
+        Raises:
+            StorageError: the disk refused it.
+        """
+        statement = "DELETE FROM batches WHERE id = ?"
+        await self._database.run(lambda db: db.execute(statement, (record.id,)))
 
     def unfinished(self, owner: str | None = None) -> list[BatchRecord]:
         """Return the unfinished batches, oldest first, of ``owner``; None: of all owners."""

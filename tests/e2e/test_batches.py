@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +17,10 @@ from openai.types import Batch
 from mlx_parallm.config import EngineConfig, SchedulerConfig
 from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import OverloadedError
-from mlx_parallm.types.events import GenerateEvent
-from mlx_parallm.types.request import GenerateRequest
-from tests.fake_engine import FakeEngine, serve_fake, write
+from tests.batch_gate import INT64, POLL_S, Gate
+from tests.fake_engine import FakeEngine, serve_fake
 
-POLL_S = 0.01
-INT64 = 2**63
 NUM_SEQS = 8
-
-
-class Gate:
-    """A script that answers clients at once, and lines of batches when its gate is open."""
-
-    def __init__(self) -> None:
-        self._open = threading.Event()
-
-    def open(self) -> None:
-        self._open.set()
-
-    async def script(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
-        # The test opens it from another thread; waiting in a thread would outlive an abort.
-        while request.priority >= INT64 and not self._open.is_set():  # noqa: ASYNC110
-            await asyncio.sleep(POLL_S)
-        async for event in write("hello")(request):
-            yield event
 
 
 @pytest.fixture
