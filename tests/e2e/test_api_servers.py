@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -12,10 +13,12 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import openai
 import pytest
+from websockets.sync.client import connect
 
 from tests.adapter_files import CONFIG, upload
 from tests.process_memory import MAX_MB, has_mlx, on_linux, resident_mb
@@ -139,6 +142,32 @@ def test_one_connection_goes_from_process_to_process(server: ServerProcess) -> N
 
 
 LENGTH = {"max_tokens": 4, "ignore_eos": True}
+
+
+def test_a_connection_becomes_a_websocket_in_the_first_process(server: ServerProcess) -> None:
+    address = urlsplit(server.url)
+    body = json.dumps({"model": MODEL, "prompt": "1", **LENGTH}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+    with socket.create_connection((address.hostname or "", address.port or 0)) as connection:
+        connection.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert json.loads(answer.read())["usage"]["completion_tokens"] == 4
+        url = server.url.replace("http", "ws") + "/v1/responses"
+        with connect(url, sock=connection, compression=None) as messages:
+            request = {
+                "type": "response.create",
+                "model": MODEL,
+                "input": "1 + 1 =",
+                "store": False,
+            }
+            last: dict[str, Any] = {}
+            for _ in range(2):
+                messages.send(json.dumps(request | {"previous_response_id": last.get("id")}))
+                event: dict[str, Any] = {"type": ""}
+                while event["type"] not in ("response.completed", "error"):
+                    event = json.loads(messages.recv())
+                last = event["response"]
 
 
 def test_requests_that_come_together_are_answered_in_their_order(server: ServerProcess) -> None:
