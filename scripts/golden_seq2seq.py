@@ -32,7 +32,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from scripts.golden_encoders import lines, numbers
 from scripts.golden_seq2seq_cases import SEQ2SEQ_CASES, Seq2SeqCase
-from tests.golden_sources import golden_ids
+from tests.golden_sources import golden_features, golden_ids
 from tests.golden_weights import golden_weight
 
 FOLDER = Path(__file__).parent.parent / "tests" / "golden" / "seq2seq"
@@ -101,7 +101,11 @@ def golden_values(case: Seq2SeqCase) -> dict[str, Any]:
         ValueError: transformers does not read what was written.
     """
     config = transformers.AutoConfig.for_model(case.model_type, **case.config)
-    kind = transformers.AutoModelForSeq2SeqLM._model_mapping[type(config)]
+    kind = (
+        transformers.WhisperForConditionalGeneration
+        if case.model_type == "whisper"
+        else transformers.AutoModelForSeq2SeqLM._model_mapping[type(config)]
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         kind(config).save_pretrained(folder)
@@ -161,7 +165,12 @@ def _result(
 ) -> dict[str, Any] | None:
     """Return logits and greedy tokens; None if a choice is too close."""
     vocab_size = model.config.vocab_size
-    source = torch.tensor([golden_ids(seed, length, vocab_size)])
+    if case.model_type == "whisper":
+        length = model.config.max_source_positions
+        features = golden_features(seed, length, model.config.num_mel_bins)
+        source = torch.tensor(features.T[None], dtype=torch.float64)
+    else:
+        source = torch.tensor([golden_ids(seed, length, vocab_size)])
     start: Any = model.config.decoder_start_token_id
     chosen = [start, *golden_ids(seed + length, more, vocab_size)]
     prompt = len(chosen)

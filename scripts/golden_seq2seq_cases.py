@@ -103,6 +103,21 @@ PEGASUS: dict[str, Any] = {
     "activation_function": "relu",
     "pad_token_id": 0,
 }
+#: ``WHISPER_SIZES``: a tiny Whisper, whose sources have ``max_source_positions``.
+WHISPER_SIZES: dict[str, Any] = {
+    **{name: BART_SIZES[name] for name in BART_SIZES if name != "max_position_embeddings"},
+    "num_mel_bins": 80,
+    "max_source_positions": 40,
+    "max_target_positions": 96,
+    "begin_suppress_tokens": None,
+}
+
+
+def _whisper(name: str, **fields: Any) -> Seq2SeqCase:
+    config = WHISPER_SIZES | fields.pop("config", {})
+    return Seq2SeqCase(name, "whisper", config, **fields)
+
+
 POSITIONS = ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight")
 TRUNK_HEAD = {"lm_head.weight": "model.shared.weight"}
 SEQ2SEQ_CASES: tuple[Seq2SeqCase, ...] = (
@@ -162,4 +177,13 @@ SEQ2SEQ_CASES: tuple[Seq2SeqCase, ...] = (
         },
     ),
     _bart("marian_untied", "marian", config=MARIAN, added=TRUNK_HEAD),
+    _whisper("whisper"),
+    _whisper(
+        "whisper_large_v3", config={"num_mel_bins": 128, "encoder_layers": 3, "decoder_layers": 3}
+    ),
+    _whisper(
+        "whisper_turbo", config={"num_mel_bins": 128, "encoder_layers": 4, "decoder_layers": 1}
+    ),
+    _whisper("whisper_window", config={"max_source_positions": 1500, "encoder_layers": 1}),
+    _whisper("whisper_head", added={"proj_out.weight": "model.decoder.embed_tokens.weight"}),
 )

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import RotatingKVCache
 from mlx_parallm.models import opt
 from mlx_parallm.models.extended_decoders import EXTENDED_DECODERS
 from mlx_parallm.models.family_weights import FAMILY_WEIGHTS
-from mlx_parallm.models.seq2seq import bart, t5
+from mlx_parallm.models.seq2seq import bart, t5, whisper
 from mlx_parallm.models.text_halves import TEXT_HALVES
 from mlx_parallm.models.vision.checkpoint import with_tower
 from mlx_parallm.models.vision.registry import family_of
@@ -31,6 +31,7 @@ OWN_DECODERS: Mapping[str, tuple[type, type]] = {
 ENCODER_DECODERS: Mapping[str, tuple[type, type]] = {
     **dict.fromkeys(bart.FAMILIES, (bart.Model, bart.ModelArgs)),
     **dict.fromkeys(t5.FAMILIES, (t5.Model, t5.ModelArgs)),
+    "whisper": (whisper.Model, whisper.ModelArgs),
 }
 #: ``TRUNKS``: the names of trunks in mlx_lm's models.
 TRUNKS = ("model", "backbone", "transformer")

@@ -24,6 +24,8 @@ class InputKind(StrEnum):
 #: ``FEATURE`` where a row is one of the tower's. The array of a source text with its tokens.
 TOKEN_IDS = "token_ids"
 FEATURE = -1
+#: ``LOG_MEL``: the array of a source of audio with its features, float32 ``[frames, mels]``.
+LOG_MEL = "log_mel"
 #: ``POSITIONS``: the array of an input with the position ids of its rows on each axis, counted from
 #: its first row's, int32 ``[rows, axes]``.
 POSITIONS = "positions"
@@ -105,6 +107,25 @@ def source_of(token_ids: Sequence[int]) -> ModelInput:
         cost=len(token_ids),
         shape_key=TOKEN_IDS,
         num_kv_tokens=len(token_ids),
+    )
+
+
+def audio_of(features: HostArray, content: str) -> ModelInput:
+    """Return a source of audio.
+
+    Args:
+        features: float32 ``[2 S, mels]``, of which the encoder makes S positions.
+        content: digest of what they were computed from.
+    """
+    num_frames, num_mels = features.shape
+    return ModelInput(
+        kind=InputKind.SOURCE,
+        content=content,
+        arrays={LOG_MEL: features},
+        nbytes=0,
+        cost=num_frames // 2,
+        shape_key=f"{LOG_MEL} {num_frames} {num_mels}",
+        num_kv_tokens=num_frames // 2,
     )
 
 

@@ -39,6 +39,7 @@ LEARNED_POSITIONS = {
     "mbart": ("max_position_embeddings", 1024),
     "opt": ("max_position_embeddings", 2048),
     "pegasus": ("max_position_embeddings", 1024),
+    "whisper": ("max_target_positions", 448),
 }
 #: ``UNBOUNDED``: types whose positions have no end. Older configs of T5 have ``n_positions``, the
 #: length of the texts that it was trained with.

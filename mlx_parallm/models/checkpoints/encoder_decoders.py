@@ -9,8 +9,10 @@ from mlx_parallm.models.checkpoints.decoder_sizes import config_value
 
 #: ``ENCODER_DECODER_TYPES``: what ``model_type`` is in their configs.
 ENCODER_DECODER_TYPES = frozenset(
-    {"bart", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5", "umt5"}
+    {"bart", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5", "umt5", "whisper"}
 )
+#: ``SPEECH_TYPES``: those of them whose sources are sound.
+SPEECH_TYPES = frozenset({"whisper"})
 
 
 #: ``SHARED_FIELD``: says if source and target have one table of word embeddings.

@@ -202,6 +202,28 @@ def _t5(config: Mapping[str, Any]) -> Config:
     return {"scale_decoder_outputs": config.get("scale_decoder_outputs", is_tied)}
 
 
+# WHISPER: OpenAI's fields of Whisper's config, and transformers'.
+WHISPER = {
+    "n_mels": "num_mel_bins",
+    "n_audio_ctx": "max_source_positions",
+    "n_audio_state": "d_model",
+    "n_audio_head": "encoder_attention_heads",
+    "n_audio_layer": "encoder_layers",
+    "n_vocab": "vocab_size",
+    "n_text_ctx": "max_target_positions",
+    "n_text_head": "decoder_attention_heads",
+    "n_text_layer": "decoder_layers",
+}
+
+
+def _whisper(config: Mapping[str, Any]) -> Config:
+    if "n_audio_state" not in config:
+        return {}
+    fields = {name: config[field] for field, name in WHISPER.items() if field in config}
+    width = 4 * config["n_audio_state"]
+    return {**fields, "encoder_ffn_dim": width, "decoder_ffn_dim": width}
+
+
 #: ``FAMILY_FIELDS``: functions that return fields of a family's config, by ``model_type``.
 FAMILY_FIELDS: Mapping[str, Callable[[Mapping[str, Any]], Config]] = {
     "apertus": _always(mlp_bias=False, post_norm=False, qk_norm=True),
@@ -232,4 +254,5 @@ FAMILY_FIELDS: Mapping[str, Callable[[Mapping[str, Any]], Config]] = {
     "qwen3_next": _qwen3_next,
     "solar_open": _always(first_k_dense_replace=0, intermediate_size=0, partial_rotary_factor=1.0),
     "t5": _t5,
+    "whisper": _whisper,
 }

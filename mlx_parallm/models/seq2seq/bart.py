@@ -59,8 +59,10 @@ class Family:
         norms_before: True if norms are before attention and the feed-forward part, and one is
             behind the last layer; False if they are behind each part.
         norms_embeddings: True if there is a norm of embeddings.
-        positions: "learned", or whose sinusoids: "marian" or "m2m".
+        positions: "learned", with rows that are not used, or "table" without these; or whose
+            sinusoids: "marian" or "m2m".
         has_bias: True if logits have a bias.
+        has_key_bias: True if keys have one.
         scales: True if embeddings are multiplied by the root of their width unless the config says
             otherwise.
         activation: the one that it has unless the config names another.
@@ -70,6 +72,7 @@ class Family:
     norms_embeddings: bool = False
     positions: str = "learned"
     has_bias: bool = True
+    has_key_bias: bool = True
     scales: bool = False
     activation: str = "gelu"
 
@@ -157,6 +160,10 @@ class ModelArgs(BaseModelArgs):
         """Return a new table of word embeddings."""
         return nn.Embedding(vocab_size, self.d_model)
 
+    def attention(self, num_heads: int) -> Attention:
+        """Return new projections."""
+        return Attention(self.d_model, num_heads, has_key_bias=self.family.has_key_bias)
+
     @property
     def computes_positions(self) -> bool:
         """True if positions are no parameters."""
@@ -180,12 +187,12 @@ class ModelArgs(BaseModelArgs):
 class Attention(nn.Module):
     """The projections of attention."""
 
-    def __init__(self, size: int, num_heads: int) -> None:
+    def __init__(self, size: int, num_heads: int, *, has_key_bias: bool = True) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.scale = (size // num_heads) ** -0.5
         self.q_proj = nn.Linear(size, size)
-        self.k_proj = nn.Linear(size, size)
+        self.k_proj = nn.Linear(size, size, bias=has_key_bias)
         self.v_proj = nn.Linear(size, size)
         self.out_proj = nn.Linear(size, size)
 
@@ -224,7 +231,7 @@ class Layer(nn.Module):
         super().__init__()
         self.norms_before = args.family.norms_before
         self.activation = ACTIVATIONS[str(args.activation_function)]
-        self.self_attn = Attention(args.d_model, num_heads)
+        self.self_attn = args.attention(num_heads)
         self.self_attn_layer_norm = nn.LayerNorm(args.d_model)
         self.fc1 = nn.Linear(args.d_model, hidden_size)
         self.fc2 = nn.Linear(hidden_size, args.d_model)
@@ -263,7 +270,7 @@ class DecoderLayer(Layer):
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(args, args.decoder_attention_heads, args.decoder_ffn_dim)
-        self.encoder_attn = Attention(args.d_model, args.decoder_attention_heads)
+        self.encoder_attn = args.attention(args.decoder_attention_heads)
         self.encoder_attn_layer_norm = nn.LayerNorm(args.d_model)
 
     def __call__(self, x: mx.array, cache: SourceCache) -> mx.array:
@@ -377,17 +384,21 @@ class Model(nn.Module):
 
     def encode(self, sources: Sequence[Arrays]) -> EncoderStages:
         """See ``EncoderDecoder``."""
-        ids = [source[TOKEN_IDS] for source in sources]
-        lengths = [len(each) for each in ids]
-        encoder = self.model.encoder
-        tokens = mx.concatenate(ids)[None]
-        places = mx.concatenate([self._source_positions(each) for each in ids])[None]
-        x = encoder.embed(self.model.source_table, tokens, places, max(lengths))
-        for layer in encoder.layers:
+        x, lengths = self.embed_sources(sources)
+        for layer in self.model.encoder.layers:
             x = layer(x, lengths)
             yield x
-        memory = encoder.finish(x)
+        memory = self.model.encoder.finish(x)
         return [layer.encoder_attn.source_kv(memory) for layer in self.layers]
+
+    def embed_sources(self, sources: Sequence[Arrays]) -> tuple[mx.array, list[int]]:
+        """Return the input of the encoder's first layer ``[1, T, E]``, and each source's rows."""
+        ids = [source[TOKEN_IDS] for source in sources]
+        lengths = [len(each) for each in ids]
+        tokens = mx.concatenate(ids)[None]
+        places = mx.concatenate([self._source_positions(each) for each in ids])[None]
+        table = self.model.source_table
+        return self.model.encoder.embed(table, tokens, places, max(lengths)), lengths
 
     def __call__(self, tokens: mx.array, cache: Sequence[SourceCache] | None = None) -> mx.array:
         """See ``EncoderDecoder``."""

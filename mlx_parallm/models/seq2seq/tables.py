@@ -12,6 +12,8 @@ from mlx_parallm.models.checkpoints.encoder_decoders import SHARED_FIELD
 from mlx_parallm.types.errors import ModelLoadError
 
 HEAD = "lm_head"
+#: ``HEADS``: the modules that a checkpoint may have its head in; the second one is Whisper's.
+HEADS = (HEAD, "proj_out")
 LOGITS_BIAS = "final_logits_bias"
 POSITIONS = "encoder.embed_positions.weight"
 SHARED = "shared"
@@ -53,8 +55,10 @@ def saved_fields(config: Mapping[str, Any], weights: Weights) -> dict[str, Any]:
 def has_own_head(weights: Weights) -> bool:
     """Return True if a checkpoint has a head that is no table of word embeddings."""
     tables = _tables(weights)
-    has_head = bool(tables) and f"{HEAD}.weight" in weights
-    return has_head and not any(_are_equal(weights, table, HEAD) for table in tables)
+    head = next((name for name in HEADS if f"{name}.weight" in weights), None)
+    if head is None or not tables:
+        return False
+    return not any(_are_equal(weights, table, head) for table in tables)
 
 
 def check_tables(weights: Weights) -> None:

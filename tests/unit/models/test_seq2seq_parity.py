@@ -13,10 +13,9 @@ import pytest
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.models.seq2seq.dense_cache import set_source
 from mlx_parallm.models.seq2seq.interface import is_encoder_decoder
-from mlx_parallm.types.model_input import TOKEN_IDS
 from mlx_parallm.worker.weights.loader import load_model
 from tests.encoder_folders import write_golden
-from tests.golden_sources import golden_ids
+from tests.golden_sources import golden_array
 from tests.seq2seq_folders import read_seq2seq, seq2seq_names
 
 # CHUNK: tokens of a completion that a model reads at once.
@@ -35,9 +34,10 @@ def load(folder: Path, golden: dict[str, Any]) -> Any:
     return model
 
 
-def caches_of(model: Any, source: list[int]) -> list[Any]:
+def caches_of(model: Any, golden: dict[str, Any], case: dict[str, Any]) -> list[Any]:
     caches = model.make_cache()
-    set_source(model, caches, {TOKEN_IDS: mx.array(source)})
+    name, array = golden_array(golden["config"], case)
+    set_source(model, caches, {name: mx.array(array)})
     return caches
 
 
@@ -46,8 +46,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path:
     golden = read_seq2seq(name)
     model = load(tmp_path, golden)
     for number, case in enumerate(golden["sources"]):
-        source = golden_ids(case["seed"], case["length"], golden["config"]["vocab_size"])
-        caches = caches_of(model, source)
+        caches = caches_of(model, golden, case)
         logits = [np.array(model(mx.array([case["prompt"]]), caches)[0, -1])]
         # One source is continued token by token, the others in chunks.
         size = CHUNK if number else 1
