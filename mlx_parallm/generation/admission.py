@@ -9,7 +9,7 @@ from mlx_parallm.grammar.regex.search import check_stop_expressions
 from mlx_parallm.types.beams import BeamParams
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.types.model_input import InputKind, ModelInput, num_source_tokens, tokens_of
-from mlx_parallm.types.request import ALL_TOKENS, GenerateRequest
+from mlx_parallm.types.request import ALL_TOKENS, GenerateRequest, SamplingParams
 from mlx_parallm.types.step import RunnerInfo
 
 # Numbers of a prompt, some 100 bytes each until they are written.
@@ -30,15 +30,7 @@ def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
     params = request.params
     assert params.structured_outputs is None, "its caller makes a grammar of it"
     _check_ids("prompt", request.prompt_ids, info.vocab_size)
-    _check_ids("logit_bias", (token_id for token_id, _ in params.logit_bias), info.vocab_size)
-    _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
-    _check_ids("logprob_token_ids", params.logprob_token_ids, info.vocab_size)
-    _check_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size)
-    if params.forced_eos_id is not None:
-        _check_ids("forced_eos_id", (params.forced_eos_id,), info.vocab_size)
-    if (budget := params.thinking_budget) is not None:
-        marks = (budget.end_id,) if budget.start_id is None else (budget.start_id, budget.end_id)
-        _check_ids("thinking_token_budget", marks, info.vocab_size)
+    _check_token_ids(params, info.vocab_size)
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise InvalidRequestError("allowed_token_ids must not be empty.", param="allowed_token_ids")
     if params.allowed_token_ids is not None and params.grammar is not None:
@@ -65,6 +57,22 @@ def _check_stop_regex(expressions: tuple[str, ...]) -> None:
     except InvalidRequestError as refusal:
         refusal.param = "stop_regex"
         raise
+
+
+def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse parameters with token ids that the model does not have."""
+    _check_ids("logit_bias", (token_id for token_id, _ in params.logit_bias), vocab_size)
+    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_ids("logprob_token_ids", params.logprob_token_ids, vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    _check_ids("begin_banned_ids", params.begin_banned_ids, vocab_size)
+    if (rule := params.timestamps) is not None:
+        _check_ids("timestamps", (rule.begin_id, rule.end_id, rule.off_id), vocab_size)
+    if params.forced_eos_id is not None:
+        _check_ids("forced_eos_id", (params.forced_eos_id,), vocab_size)
+    if (budget := params.thinking_budget) is not None:
+        marks = (budget.end_id,) if budget.start_id is None else (budget.start_id, budget.end_id)
+        _check_ids("thinking_token_budget", marks, vocab_size)
 
 
 def _check_inputs(request: GenerateRequest, info: RunnerInfo) -> None:

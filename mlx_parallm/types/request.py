@@ -139,6 +139,25 @@ class ThinkingBudget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimestampRule:
+    """The grammar of a speech model's timestamps (arXiv:2212.04356, section 2.3).
+
+    They come in pairs, an end and a beginning, and never go back.
+
+    Attributes:
+        begin_id: the token of the timestamp 0; all later ones are timestamps.
+        end_id: the end token; all tokens before it are text.
+        off_id: the token that a prompt without timestamps ends with.
+        max_initial: most steps of the first timestamp.
+    """
+
+    begin_id: int
+    end_id: int
+    off_id: int
+    max_initial: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling settings of one request. Names and meanings are vLLM's.
 
@@ -199,6 +218,8 @@ class SamplingParams:
             and output; 0 is off.
         forced_eos_id: the token that is chosen last if a sample gets as long as it may be; None:
             any.
+        begin_banned_ids: tokens that a sample does not begin with.
+        timestamps: the rule of its timestamps; None for text without any.
     """
 
     n: int = 1
@@ -237,6 +258,8 @@ class SamplingParams:
     beams: BeamParams | None = None
     no_repeat_ngram_size: int = 0
     forced_eos_id: int | None = None
+    begin_banned_ids: tuple[int, ...] = ()
+    timestamps: TimestampRule | None = None
 
     def __post_init__(self) -> None:
         self._check_range("n", self.n, 1, MAX_CHOICES)
@@ -288,6 +311,7 @@ class SamplingParams:
             "stop": not self.stop,
             "stop_regex": not self.stop_regex,
             structure: self.grammar is None and self.structured_outputs is None,
+            "timestamps": self.timestamps is None,
             "thinking_token_budget": self.thinking_budget is None,
             "logprob_token_ids": not self.logprob_token_ids,
             "logprobs_mode": self.logprobs_mode is None,

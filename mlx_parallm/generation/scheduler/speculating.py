@@ -203,14 +203,15 @@ class Speculator:
     def _may_speculate(self, sequence: Sequence) -> bool:
         """Return True if the request of a sequence allows speculation.
 
-        A thinking budget, a grammar and rules against repeated runs need to know the tokens before
-        theirs, and beams compete for every token. Penalties count
-        output tokens, which are not known yet while a draft model chooses them.
+        A thinking budget, a grammar, timestamps and rules against repeated runs need to know the
+        tokens before theirs, and beams compete for every token. Penalties count output tokens,
+        which are not known yet while a draft model chooses them.
         """
         params = sequence.request.params
         if (
             not params.speculative
             or params.thinking_budget is not None
+            or params.timestamps is not None
             or params.grammar is not None
             or sequence.group.awaits_tokens
         ):

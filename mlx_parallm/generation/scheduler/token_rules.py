@@ -57,6 +57,8 @@ class TokenRules:
         elif params.ignore_eos:
             # Such a sample ends by itself only where its grammar is complete.
             banned = tuple(sorted(self._end_ids))
+        if num_before == 0:
+            banned += params.begin_banned_ids
         if self._thinking is not None:
             rule = self._thinking.rule(has_pending=has_pending)
             banned += rule.banned

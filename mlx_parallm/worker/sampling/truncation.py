@@ -15,19 +15,23 @@ import numpy as np
 
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import SampleSpec
+from mlx_parallm.worker.sampling.timestamps import with_timestamps
 
 _Entries = list[tuple[int, Sequence[int] | np.ndarray]]
 
 
 def always_adjusts(params: SamplingParams) -> bool:
     """True if ``adjust_logits`` changes a row at every step, not only for banned tokens."""
-    return bool(params.logit_bias) or params.allowed_token_ids is not None or params.has_penalty
+    has_list = bool(params.logit_bias) or params.allowed_token_ids is not None
+    return has_list or params.has_penalty or params.timestamps is not None
 
 
 def adjust_logits(
     logits: mx.array, specs: Sequence[SampleSpec], pending: mx.array | None = None
 ) -> mx.array:
     """Return logits after allowed and banned tokens, biases and penalties, in vLLM's order.
+
+    The rule of timestamps is last: it counts what the others have left.
 
     Args:
         logits: float32 ``[rows, vocab]``.
@@ -40,7 +44,7 @@ def adjust_logits(
     logits = _keep_allowed(logits, specs)
     logits = _add_bias(logits, specs)
     logits = _ban(logits, specs)
-    return _penalise(logits, specs, pending)
+    return with_timestamps(_penalise(logits, specs, pending), specs, pending)
 
 
 def _index(entries: _Entries) -> tuple[mx.array, mx.array]:
