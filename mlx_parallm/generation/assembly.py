@@ -175,6 +175,7 @@ def assembled(
         revision=folder_revision(loaded.folder.path),
         images=_images(loaded, runner.info),
         seq2seq=loaded.tokenizers.sides,
+        speech=loaded.tokenizers.speech,
         state_cache=_state_cache(loaded, share, runner.info, context.settings),
         refuses_unload=None if context.worker.ranks is None else DIVIDED,
     )

@@ -23,6 +23,7 @@ from mlx_parallm.images.prompt import text_prompt
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.registry import reasoning_format, tool_format
 from mlx_parallm.tokenizer.seq2seq.tokenizer import Seq2SeqTokenizer
+from mlx_parallm.tokenizer.speech.rules import SpeechRules
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.request import GenerateRequest
@@ -216,6 +217,7 @@ class GenerationModel(ServedModel):
         adapter: for an adapter, its name.
         images: how the model takes images; None if it takes none.
         seq2seq: the sources and decoder prompts of an encoder-decoder; None for a decoder.
+        speech: the tokens that control a model that hears; None for others.
         state_cache: the states after prefixes that each engine keeps; None if it has no state.
         refuses_unload: why it stays in memory; None if it can be unloaded.
     """
@@ -236,6 +238,7 @@ class GenerationModel(ServedModel):
     adapter: str | None = None
     images: ImageForm | None = None
     seq2seq: Seq2SeqTokenizer | None = None
+    speech: SpeechRules | None = None
     state_cache: StateCache | None = None
     refuses_unload: str | None = None
 
@@ -246,6 +249,8 @@ class GenerationModel(ServedModel):
     @property
     @override
     def input_modalities(self) -> Sequence[str]:
+        if self.speech is not None:
+            return ("audio",)
         return ("text",) if self.images is None else ("text", "image")
 
     @property
@@ -317,6 +322,8 @@ class GenerationModel(ServedModel):
     @property
     @override
     def tasks(self) -> Sequence[str]:
+        if self.speech is not None:
+            return ("transcription",)
         return ("generate", "text2text-generation") if self.takes_sources else ("generate",)
 
     @property

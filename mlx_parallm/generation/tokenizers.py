@@ -10,6 +10,7 @@ from mlx_parallm.models.load_failures import load_failures
 
 if TYPE_CHECKING:
     from mlx_parallm.tokenizer.seq2seq.tokenizer import Seq2SeqTokenizer
+    from mlx_parallm.tokenizer.speech.rules import SpeechRules
     from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 
 
@@ -19,11 +20,14 @@ class GenerationTokenizers:
 
     Attributes:
         output: of what the model generates, and of its prompts.
-        sides: both sides of an encoder-decoder's tokenizer; None for a decoder.
+        sides: both sides of an encoder-decoder's tokenizer; None for a decoder, and for a model
+            that hears.
+        speech: the tokens that control a model that hears; None for others.
     """
 
     output: ParallmTokenizer
     sides: Seq2SeqTokenizer | None = None
+    speech: SpeechRules | None = None
 
     @property
     def description(self) -> str:
@@ -41,10 +45,13 @@ def read_tokenizers(folder: ModelFolder) -> GenerationTokenizers:
     # They bring MLX, which the process of a server without an engine imports for this alone.
     from mlx_parallm.tokenizer.loading import load_tokenizer  # noqa: PLC0415
     from mlx_parallm.tokenizer.seq2seq.loading import load_seq2seq  # noqa: PLC0415
+    from mlx_parallm.tokenizer.speech.rules import read_speech_rules  # noqa: PLC0415
 
     config, path = folder.config, folder.path
     with load_failures(path):
         tokenizer = load_tokenizer(
             path, chat_template=config.chat_template, trust_remote_code=config.trust_remote_code
         )
-        return GenerationTokenizers(tokenizer, load_seq2seq(path, tokenizer))
+        speech = read_speech_rules(path, tokenizer)
+        sides = load_seq2seq(path, tokenizer) if speech is None else None
+        return GenerationTokenizers(tokenizer, sides, speech)

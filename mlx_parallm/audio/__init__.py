@@ -1,0 +1,1 @@
+"""Audio as speech models take it: features, windows of 30 s, and segments with times."""

@@ -1,0 +1,1 @@
+"""Tokens that control a speech model: languages, tasks, timestamps."""

@@ -1,0 +1,93 @@
+"""A tiny speech model of random weights whose tokens are bytes, as a folder on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_parallm.models.seq2seq.whisper import Model, ModelArgs
+from mlx_parallm.tokenizer.vocabulary import gpt2_byte_map
+from mlx_parallm.worker.weights.loader import parameters_of
+from tests.byte_vocabulary import NO_FLAGS, byte_level
+from tests.golden_weights import golden_weight
+
+LANGUAGES = ("en", "de", "fr")
+#: ``END``: the end token; those before it are bytes, and the others behind it in this order.
+END = 256
+SPECIALS = (
+    "<|endoftext|>",
+    "<|startoftranscript|>",
+    *(f"<|{code}|>" for code in LANGUAGES),
+    "<|translate|>",
+    "<|transcribe|>",
+    "<|startofprev|>",
+    "<|nospeech|>",
+    "<|notimestamps|>",
+)
+IDS = {token: END + number for number, token in enumerate(SPECIALS)}
+BEGIN = END + len(SPECIALS)
+STEPS = 1501
+CONFIG: dict[str, Any] = {
+    "model_type": "whisper",
+    "architectures": ["WhisperForConditionalGeneration"],
+    "vocab_size": BEGIN + STEPS,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "num_mel_bins": 80,
+    "max_source_positions": 1500,
+    "max_target_positions": 64,
+    "decoder_start_token_id": IDS["<|startoftranscript|>"],
+    "eos_token_id": END,
+    "pad_token_id": END,
+    "torch_dtype": "float32",
+}
+
+
+def write_speech(folder: Path, *, is_english: bool = False, **fields: Any) -> Path:
+    """Write a folder; ``fields`` replace those of its config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = CONFIG | fields
+    model = Model(ModelArgs.from_dict(config | {"tie_word_embeddings": True}))
+    weights = {
+        name: mx.array(golden_weight(name, array.shape))
+        for name, array in parameters_of(model).items()
+    }
+    generation = {
+        "decoder_start_token_id": config["decoder_start_token_id"],
+        "eos_token_id": END,
+        "is_multilingual": not is_english,
+        "no_timestamps_token_id": IDS["<|notimestamps|>"],
+        "suppress_tokens": [*range(32), *range(127, 256), *list(IDS.values())[1:-1]],
+        "begin_suppress_tokens": [32, END],
+        "max_initial_timestamp_index": 50,
+    }
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "pt"})
+    for name, content in {
+        "config.json": config,
+        "generation_config.json": generation,
+        "tokenizer.json": tokenizer(),
+        "tokenizer_config.json": {"tokenizer_class": "WhisperTokenizer"},
+    }.items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def tokenizer() -> dict[str, Any]:
+    """Return the JSON of a tokenizer whose texts are bytes."""
+    content = byte_level()
+    names = gpt2_byte_map()
+    content["model"]["vocab"] = {name: number for number, name in enumerate(names)}
+    stamps = [f"<|{step / 50:.2f}|>" for step in range(STEPS)]
+    content["added_tokens"] = [
+        {"id": END + number, "content": token, "special": number < len(SPECIALS)} | NO_FLAGS
+        for number, token in enumerate([*SPECIALS, *stamps])
+    ]
+    return content

@@ -1,0 +1,55 @@
+"""Log-mel features are those of transformers' extractor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import WhisperFeatureExtractor
+
+from mlx_parallm.audio.log_mel import FRAMES_PER_S, SAMPLE_RATE, LogMel
+
+WINDOW = 30 * FRAMES_PER_S
+RANDOM = np.random.RandomState(1)
+
+
+def tone(seconds: float) -> np.ndarray:
+    times = np.arange(int(seconds * SAMPLE_RATE)) / SAMPLE_RATE
+    swept = np.sin(2 * np.pi * (200 + 300 * times) * times)
+    return (0.3 * swept + 0.01 * RANDOM.standard_normal(len(times))).astype(np.float32)
+
+
+#: ``CLIPS``: samples, and the seconds of the features.
+CLIPS = {
+    "nothing": np.zeros(0, np.float32),
+    "a sample": np.ones(1, np.float32),
+    "less than a frame": tone(0.01),
+    "a frame's half": RANDOM.standard_normal(200).astype(np.float32),
+    "one second": tone(1.0),
+    "odd": tone(7.12345),
+    "almost all": tone(29.99),
+    "all": tone(30.0),
+    "silence": np.zeros(SAMPLE_RATE, np.float32),
+    "loud": np.clip(3 * RANDOM.standard_normal(SAMPLE_RATE), -1, 1).astype(np.float32),
+}
+
+
+@pytest.mark.parametrize("num_mels", [80, 128])
+@pytest.mark.parametrize("name", list(CLIPS))
+def test_a_window_has_the_features_of_transformers(name: str, num_mels: int) -> None:
+    clip = CLIPS[name]
+    extractor: Any = WhisperFeatureExtractor(feature_size=num_mels)
+    whole = np.zeros(30 * SAMPLE_RATE, np.float32)
+    whole[: len(clip)] = clip
+    expected = extractor(whole, sampling_rate=SAMPLE_RATE, return_tensors="np").input_features[0].T
+    assert np.abs(LogMel(num_mels).features(clip, WINDOW) - expected).max() <= 1e-5
+
+
+def test_a_long_recording_has_the_features_of_transformers() -> None:
+    clip = np.concatenate([tone(40.0), np.zeros(5000, np.float32), tone(31.777)])
+    extractor: Any = WhisperFeatureExtractor(feature_size=80)
+    settings = {"truncation": False, "padding": "longest", "return_attention_mask": True}
+    read = extractor(clip, sampling_rate=SAMPLE_RATE, return_tensors="np", **settings)
+    expected = read.input_features[0].T
+    assert np.abs(LogMel(80).features(clip, len(expected)) - expected).max() <= 1e-5

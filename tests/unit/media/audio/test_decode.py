@@ -1,0 +1,152 @@
+"""Audio files: forms of WAV, other formats, other rates, damage and limits."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import struct
+import wave
+
+import numpy as np
+import pytest
+
+from mlx_parallm.media.audio.decode import decode_audio, seconds_of
+from mlx_parallm.media.audio.limits import AudioLimits
+from mlx_parallm.media.audio.resample import resampled
+from mlx_parallm.types.errors import InvalidRequestError
+
+RATE = 16000
+LIMITS = AudioLimits(max_seconds=10.0)
+TONE = (0.5 * np.sin(2 * np.pi * 440 * np.arange(RATE) / RATE)).astype(np.float32)
+#: ``ROUNDING``: by which samples of each form may differ.
+FORMS = {
+    "u1": (1, 8, 1 / 128),
+    "<i2": (1, 16, 1 / 32768),
+    "i3": (1, 24, 1 / 2**23),
+    "<i4": (1, 32, 1e-7),
+    "<f4": (3, 32, 0.0),
+    "<f8": (3, 64, 0.0),
+}
+
+
+def coded(samples: np.ndarray, kind: str) -> bytes:
+    if kind == "u1":
+        return np.round(samples * 127 + 128).astype(np.uint8).tobytes()
+    if kind == "i3":
+        whole = np.round(samples.astype(np.float64) * (2**23 - 1)).astype("<i4")
+        return whole.view(np.uint8).reshape(-1, 4)[:, :3].tobytes()
+    if kind.startswith("<i"):
+        most = 2 ** (8 * int(kind[-1]) - 1) - 1
+        return np.round(samples.astype(np.float64) * most).astype(kind).tobytes()
+    return samples.astype(kind).tobytes()
+
+
+def wav(
+    content: bytes,
+    *,
+    tag: int = 1,
+    bits: int = 16,
+    channels: int = 1,
+    rate: int = RATE,
+    is_extensible: bool = False,
+    size: int | None = None,
+    before: bytes = b"",
+) -> bytes:
+    block = channels * bits // 8
+    fields = struct.pack(
+        "<HHIIHH", 0xFFFE if is_extensible else tag, channels, rate, rate * block, block, bits
+    )
+    if is_extensible:
+        fields += struct.pack("<HHIH14s", 22, bits, 0, tag, b"\0" * 14)
+    chunks = b"fmt " + struct.pack("<I", len(fields)) + fields + before
+    chunks += b"data" + struct.pack("<I", len(content) if size is None else size) + content
+    return b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WAVE" + chunks
+
+
+@pytest.mark.parametrize("is_extensible", [False, True])
+@pytest.mark.parametrize("kind", list(FORMS))
+def test_every_form_of_wav_is_read(kind: str, is_extensible: bool) -> None:
+    tag, bits, rounding = FORMS[kind]
+    file = wav(coded(TONE, kind), tag=tag, bits=bits, is_extensible=is_extensible)
+    assert np.abs(decode_audio(file, LIMITS, RATE) - TONE).max() <= 1.5 * rounding
+    assert seconds_of(file, LIMITS) == 1.0
+
+
+def test_a_file_of_the_standard_library_is_read() -> None:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(2)
+        writer.setsampwidth(2)
+        writer.setframerate(RATE)
+        writer.writeframes(coded(np.stack([TONE, -TONE / 2], axis=1).reshape(-1), "<i2"))
+    assert np.abs(decode_audio(file.getvalue(), LIMITS, RATE) - TONE / 4).max() < 1e-4
+
+
+def test_chunks_before_the_samples_are_skipped() -> None:
+    odd = b"LIST" + struct.pack("<I", 3) + b"abc\0"
+    file = wav(coded(TONE, "<i2"), before=odd)
+    assert len(decode_audio(file, LIMITS, RATE)) == RATE
+
+
+@pytest.mark.parametrize("size", [0xFFFFFFFF, 10 * RATE, 2 * RATE - 2 * 5])
+def test_a_size_that_is_wrong_counts_as_far_as_the_file_goes(size: int) -> None:
+    # ffmpeg writes 0xFFFFFFFF into a pipe.
+    samples = decode_audio(wav(coded(TONE, "<i2"), size=size), LIMITS, RATE)
+    assert len(samples) == min(RATE, size // 2)
+
+
+@pytest.mark.parametrize(
+    "rate", [8000, 11025, 12000, 22050, 24000, 32000, 44100, 48000, 96000, 44101]
+)
+def test_a_tone_keeps_its_pitch_and_its_loudness_at_another_rate(rate: int) -> None:
+    tone = (0.5 * np.sin(2 * np.pi * 440 * np.arange(rate) / rate)).astype(np.float32)
+    made = decode_audio(wav(coded(tone, "<f4"), tag=3, bits=32, rate=rate), LIMITS, RATE)
+    assert len(made) == RATE
+    edge = 400
+    # 44,101 Hz count as 44,100.
+    assert np.abs(made - TONE)[edge:-edge].max() < (1e-2 if rate == 44101 else 2e-3)
+
+
+def test_what_the_lower_rate_cannot_have_is_gone() -> None:
+    high = np.sin(2 * np.pi * 12000 * np.arange(48000) / 48000).astype(np.float32)
+    assert np.abs(resampled([high], 48000, RATE)[400:-400]).max() < 1e-3
+
+
+@pytest.mark.parametrize("rate", [8000, 44100, 48000])
+def test_parts_give_the_same_samples_as_the_whole(rate: int) -> None:
+    noise = np.random.RandomState(1).standard_normal(rate).astype(np.float32)
+    whole = resampled([noise], rate, RATE)
+    cuts = [0, 1, 7, 300, 301, rate // 2, rate]
+    parts = [noise[first:end] for first, end in itertools.pairwise(cuts)]
+    np.testing.assert_allclose(resampled(parts, rate, RATE), whole, atol=1e-5)
+
+
+NAN = np.full(4, np.nan, np.float32)
+REFUSED = {
+    b"": "no audio file",
+    b"hello": "no audio file",
+    b"PK\x03\x04" + b"\0" * 40: "ZIP",
+    b"\0\0\0\x18ftypM4A " + b"\0" * 40: "M4A",
+    b"\x1a\x45\xdf\xa3" + b"\0" * 40: "WebM",
+    b"OggS" + b"\0" * 24 + b"OpusHead" + b"\0" * 40: "Opus",
+    b"RIFF\0\0\0\0WAVE": "truncated",
+    wav(b"")[:30]: "truncated",
+    wav(b""): "no samples",
+    wav(coded(TONE, "<i2"))[:44]: "no samples",
+    wav(coded(NAN, "<f4"), tag=3, bits=32): "no numbers",
+    wav(b"\0" * 64, channels=32): "32 channels",
+    wav(b"\0" * 64, channels=0): "0 channels",
+    wav(b"\0" * 64, rate=384_000): "384000",
+    wav(b"\0" * 64, rate=0): "0 samples",
+    wav(b"\0" * 64, tag=7, bits=8): "mu-law",
+    wav(b"\0" * 64, tag=99, bits=8): "format 99",
+    wav(b"\0" * 64, bits=12): "of 12 bits",
+    wav(b"\0" * 640_000, rate=4000): "80.0 s",
+    wav(b"\0" * 64)[:12] + wav(b"\0" * 64)[36:]: "before",
+}
+
+
+@pytest.mark.parametrize("data", list(REFUSED))
+def test_what_is_no_audio_within_the_limits_is_refused_by_name(data: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match=REFUSED[data]):
+        decode_audio(data, LIMITS, RATE)
