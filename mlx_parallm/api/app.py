@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 #: Modules with ``routes``. The order within a group is that of the OpenAPI document.
 SLICES = (
     "chat.routes",
+    "chat.batch",
     "completions.routes",
     "responses.routes",
     "anthropic.routes",

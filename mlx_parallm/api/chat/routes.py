@@ -33,7 +33,7 @@ async def create_chat_completion(body: ChatRequest, prelude: PreludeDep) -> Resp
     prepared = await prepare_turn(turn, admitted.model, prelude.images)
     keep = keeping(body, prelude)
     answer = ChatAnswer(body, admitted, prepared, _spans(body, admitted, prepared), keep)
-    generation = await admitted.start([prepared.request], _fields(body))
+    generation = await admitted.start([prepared.request], body_fields(body))
     return await respond(prelude, generation, answer, stream=body.stream)
 
 
@@ -63,8 +63,8 @@ def _spans(body: ChatRequest, admitted: Admitted, prepared: PreparedTurn) -> Pol
     )
 
 
-def _fields(body: ChatRequest) -> dict[str, str]:
-    """Return what this body calls the engine's names."""
+def body_fields(body: ChatRequest) -> dict[str, str]:
+    """Return what a body of chat calls the engine's names."""
     fields = {"prompt": "messages", "logprobs": "top_logprobs", "beam_width": "n"}
     if body.max_completion_tokens is not None:
         fields["max_tokens"] = "max_completion_tokens"

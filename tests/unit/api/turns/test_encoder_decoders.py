@@ -54,10 +54,15 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
 #: Routes that take a ``Prelude`` and serve these models, or generate nothing.
 SERVED = {
     "/v1/chat/completions",
+    "/v1/chat/completions/input_tokens",
+    "/v1/chat/completions/batch",
     "/v1/completions",
     "/v1/responses",
     "/v1/responses/input_tokens",
     "/v1/responses/{response_id}",
+    "/v1/responses/compact",
+    "/v1/conversations",
+    "/v1/conversations/{conversation_id}/items",
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/api/chat",
