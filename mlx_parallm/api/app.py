@@ -215,8 +215,9 @@ def _conversations(config: ServerConfig) -> ConversationService | None:
 def _responses(config: ServerConfig, conversations: ConversationService | None) -> ResponseService:
     """Return the responses of an application."""
     store = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
-    saves = conversations is not None and config.store_responses == ON_DISK
-    return ResponseService(store, SavedResponses(store, conversations) if saves else None)
+    if conversations is None or config.store_responses != ON_DISK:
+        return ResponseService(store)
+    return ResponseService(store, SavedResponses(store, conversations))
 
 
 def _training(app: ASGIApp, engine: EngineClient, config: ServerConfig) -> TrainingService | None:

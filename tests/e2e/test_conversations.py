@@ -23,7 +23,7 @@ CALL: Any = {"type": "function_call", "call_id": "call_1", "name": "f", "argumen
 RESULT: Any = {"type": "function_call_output", "call_id": "call_1", "output": "4"}
 LOGPROBS: Any = ["message.output_text.logprobs"]
 # MAX_BYTES: of conversations; MAX_ITEM_BYTES: of the items that a response reads.
-MAX_BYTES, MAX_ITEM_BYTES = 1 << 18, 1 << 16
+MAX_BYTES, MAX_ITEM_BYTES = 32 << 10, 9 << 10
 
 
 @pytest.fixture(scope="module")
@@ -246,21 +246,22 @@ def test_a_conversation_has_one_response_at_a_time(
 def test_without_room_nothing_is_added(
     engine: FakeEngine, url: str, client: openai.OpenAI, conversation: str
 ) -> None:
-    large = {"role": "user", "content": "x" * (MAX_ITEM_BYTES - 1000)}
+    large = {"role": "user", "content": "x" * 7800}
     first = client.conversations.create(items=[large])  # type: ignore[list-item]
     # One key has half of the quota.
     path = f"{CONVERSATIONS}/{conversation}/items"
     refused = call(url, "POST", path, json={"items": [large, HELLO]})
     assert refused.status_code == 413, refused.text
-    engine.script = write("y" * MAX_ITEM_BYTES)
+    engine.script = write("y" * 3000)
     for more in ({}, {"stream": True}):
-        assert "--max-data-bytes" in respond(url, conversation, **more).text
+        text = respond(url, conversation, **more).text
+        assert "--max-data-bytes" in text
+        assert "response.completed" not in text
     engine.script = write("hello")
     assert texts(client, conversation) == ["Hello"]
     assert respond(url, conversation).status_code == 200
     # A response reads no conversation that is larger than a body may be.
-    more = {"role": "user", "content": "x" * 2000}
-    client.conversations.items.create(first.id, items=[more])  # type: ignore[list-item]
+    client.conversations.items.create(first.id, items=[HELLO])
     assert respond(url, first.id).status_code == 413
     client.conversations.delete(first.id)
 
