@@ -519,6 +519,33 @@ def test_a_summary_is_an_input(engine: FakeEngine, client: openai.OpenAI) -> Non
     assert prompt.endswith("They met.\nuser: and?\n")
 
 
+@pytest.mark.parametrize("limit", [None, "cut"])
+def test_a_trigger_asks_for_a_summary_in_place_of_an_answer(
+    engine: FakeEngine, url: str, limit: str | None
+) -> None:
+    # The fake model's context leaves room for few bytes.
+    engine.script = write(f"<think>\nhm\n</think>\n\n{'They met.' * (1 if limit is None else 40)}")
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    body: dict[str, Any] = {"input": [*turns, {"type": "compaction_trigger"}], "tools": [TOOL]}
+    events = stream(url, store=False, **body)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    items = ["output_item.added", "output_item.done"]
+    assert kinds == ["created", "in_progress", *items, "completed"]
+    last = events[-1]["response"]
+    prompt = bytes(engine.submitted.get().prompt_ids).decode()
+    assert prompt.startswith("user: hi\nassistant: yo\nuser: Sum up")
+    (item,) = last["output"]
+    assert item.keys() == {"id", "type", "encrypted_content"}
+    assert last["status"] == "completed"
+    assert without_ids(post(url, store=False, **body)) == without_ids(last)
+    engine.submitted.get()
+    post(url, input=[item, {"role": "user", "content": "and?"}])
+    assert "They met." in bytes(engine.submitted.get().prompt_ids).decode()
+    engine.script = write("")
+    events = stream(url, **body)
+    assert events[-1]["response"]["error"]["message"] == "The model wrote no summary."
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -15,6 +15,7 @@ from mlx_parallm.api.responses.output import (
     INCOMPLETE,
     Event,
     OutputWriter,
+    SummaryWriter,
 )
 from mlx_parallm.api.responses.schema import ENCRYPTED_REASONING, ResponsesRequest
 from mlx_parallm.api.responses.tools import ResponseTool, shown_tools
@@ -91,6 +92,15 @@ def response_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
+def _writer(body: ResponsesRequest, tools: Sequence[ResponseTool]) -> OutputWriter:
+    return OutputWriter(
+        names={tool.tool.name: tool.names for tool in tools},
+        custom=frozenset(tool.tool.name for tool in tools if tool.tool.is_custom),
+        has_summary=body.reasoning is not None and body.reasoning.summary is not None,
+        is_sealed=ENCRYPTED_REASONING in body.include,
+    )
+
+
 class ResponseAnswer(Answer):
     """Builds a response, whole or event by event.
 
@@ -100,6 +110,8 @@ class ResponseAnswer(Answer):
         model: the name in the answer.
         tools: those of the body that the model gets.
         keep: stores the response that has ended, unless it failed.
+        is_summary: True if the model sums up the conversation; the length of that is not the
+            client's, so it is complete in any case.
     """
 
     def __init__(
@@ -110,15 +122,12 @@ class ResponseAnswer(Answer):
         model: str,
         tools: Sequence[ResponseTool],
         keep: Callable[[dict[str, Any]], Awaitable[None]],
+        is_summary: bool = False,
     ) -> None:
         self._keys = response_keys(body, prepared.request.request_id, model, tools)
         self._stream = prepared.stream()
-        self._writer = OutputWriter(
-            names={tool.tool.name: tool.names for tool in tools},
-            custom=frozenset(tool.tool.name for tool in tools if tool.tool.is_custom),
-            has_summary=body.reasoning is not None and body.reasoning.summary is not None,
-            is_sealed=ENCRYPTED_REASONING in body.include,
-        )
+        self._is_summary = is_summary
+        self._writer = SummaryWriter() if is_summary else _writer(body, tools)
         # Finds the log-probabilities of texts, where they are wanted.
         self._tokens = None
         if body.shows_logprobs:
@@ -212,6 +221,8 @@ class ResponseAnswer(Answer):
         status = status or STATUS[FinishReason(sample.raw.finish_reason or FinishReason.ABORT)]
         if sample.is_stopped_in_call:
             status = INCOMPLETE
+        elif self._is_summary and status == INCOMPLETE:
+            status = COMPLETED
         events = self._writer.close(COMPLETED if status == COMPLETED else INCOMPLETE)
         self._ended = self._response(status)
         # There is no event for what was cancelled.

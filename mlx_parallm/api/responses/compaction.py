@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from mlx_parallm.api.responses.answer import response_usage
-from mlx_parallm.api.responses.items import SUMMARY_SEAL, Item, new_id, sealed
+from mlx_parallm.api.responses.items import Item
+from mlx_parallm.api.responses.output import COMPLETED, SummaryWriter
 from mlx_parallm.api.responses.request import input_turn
-from mlx_parallm.api.responses.schema import CompactRequest
+from mlx_parallm.api.responses.schema import ResponsesInput
 from mlx_parallm.api.turns.fields import effort_kwargs
 from mlx_parallm.api.turns.images import Images
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn
@@ -18,7 +19,6 @@ from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.samples import Answer
 from mlx_parallm.api.turns.truncation import prepare_fitting
 from mlx_parallm.generation.model import GenerationModel
-from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import PromptEvent, TokenEvent
 from mlx_parallm.types.request import SamplingParams
 
@@ -32,7 +32,7 @@ INSTRUCTION = (
 
 
 def summary_turn(
-    body: CompactRequest,
+    body: ResponsesInput,
     items: Sequence[Item],
     model: GenerationModel,
     *,
@@ -56,7 +56,7 @@ def summary_turn(
 
 
 async def prepare_summary(
-    body: CompactRequest, turn: TurnRequest, model: GenerationModel, images: Images
+    body: ResponsesInput, turn: TurnRequest, model: GenerationModel, images: Images
 ) -> PreparedTurn:
     """Return the turn for the engine; where the context leaves less room, it may be shorter.
 
@@ -87,11 +87,13 @@ class CompactionAnswer(Answer):
     def __init__(self, prepared: PreparedTurn, items: Sequence[Item]) -> None:
         self._id = prepared.request.request_id
         self._stream = prepared.stream()
+        self._writer = SummaryWriter()
         self._kept = [item for item in items if _is_users(item)]
 
     def add(self, prompt: int, event: PromptEvent | TokenEvent) -> None:
         """Take in an event of the summary."""
-        self._stream.add(event)
+        parts = self._stream.add(event)
+        self._writer.add(parts, [[] for _ in parts])
 
     def whole(self) -> dict[str, Any]:
         """Return the object.
@@ -99,21 +101,12 @@ class CompactionAnswer(Answer):
         Raises:
             ParallmError: the model wrote nothing.
         """
-        sample = self._stream.samples[0]
-        # Some models reason whatever the template says, and a long reasoning leaves no room.
-        summary = sample.content.strip() or sample.reasoning.strip()
-        if not summary:
-            raise ParallmError("The model wrote no summary.")
-        compaction = {
-            "id": new_id("compaction"),
-            "type": "compaction",
-            "encrypted_content": sealed(summary, SUMMARY_SEAL),
-        }
+        self._writer.close(COMPLETED)
         return {
             "id": self._id,
             "object": "response.compaction",
             "created_at": int(time.time()),
-            "output": [*self._kept, compaction],
+            "output": [*self._kept, *self._writer.items()],
             "usage": response_usage(self._stream.usage),
         }
 

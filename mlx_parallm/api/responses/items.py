@@ -33,6 +33,7 @@ ID_PREFIXES = {
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
     "compaction": "cmp",
+    "compaction_trigger": "cmt",
 }
 # Items of tools that run on OpenAI's servers: no model here can use them.
 HOSTED = frozenset(
@@ -60,6 +61,8 @@ HOSTED = frozenset(
         "web_search_call",
     ]
 )
+#: ``TRIGGER``: the type of an item that asks for a summary in place of an answer.
+TRIGGER = "compaction_trigger"
 # CALLS, OUTPUTS: items of tools that run at the client.
 CALLS = ("function_call", "custom_tool_call")
 OUTPUTS = ("function_call_output", "custom_tool_call_output")
@@ -256,6 +259,10 @@ def _compaction(item: BodyValue) -> Item:
     return _head(item, "compaction") | {"encrypted_content": content.value}
 
 
+def _trigger(item: BodyValue) -> Item:
+    return _head(item, TRIGGER)
+
+
 def _texts(parts: BodyValue, type_: str) -> list[Item]:
     if parts.value is None:
         return []
@@ -276,4 +283,5 @@ _READERS: Mapping[str, Callable[[BodyValue], Item]] = {
     "custom_tool_call_output": _output,
     "reasoning": _reasoning,
     "compaction": _compaction,
+    TRIGGER: _trigger,
 }

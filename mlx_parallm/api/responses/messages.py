@@ -59,6 +59,8 @@ class _Conversation:
             case "compaction":
                 summary = unsealed(item["encrypted_content"], SUMMARY_SEAL)
                 self.messages.append({"role": "user", "content": f"{SUMMARY}\n\n{summary}"})
+            case "compaction_trigger":
+                pass
             case "custom_tool_call":
                 custom = {"name": _called(item), "input": item["input"]}
                 self._add_call(item, {"type": "custom", "custom": custom})

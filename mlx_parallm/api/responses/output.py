@@ -10,9 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from mlx_parallm.api.responses.items import Item, new_id, sealed
+from typing_extensions import override
+
+from mlx_parallm.api.responses.items import SUMMARY_SEAL, Item, new_id, sealed
 from mlx_parallm.api.turns.stream import CustomInput, TurnPart
 from mlx_parallm.parsing.parts import ContentText, ReasoningText, ToolCallArguments, ToolCallBegin
+from mlx_parallm.types.errors import ParallmError
 
 Event = dict[str, Any]
 Logprobs = list[dict[str, Any]]
@@ -206,6 +209,29 @@ class CustomCall(CallItem):
         return [event] if text else []
 
 
+class Summary(OutputItem):
+    """A summary of a conversation, which is shown once it is whole."""
+
+    type = "compaction"
+
+    def body(self, status: str) -> Item:
+        """Return the item; it has no status."""
+        return {"id": self.id, "type": self.type} | self._fields(status)
+
+    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+        """Append a text."""
+        self._text += text
+        return []
+
+    def closing(self) -> list[Event]:
+        """Return nothing: OpenAI has no such event."""
+        return []
+
+    def _fields(self, status: str) -> Item:
+        del status
+        return {"encrypted_content": sealed(self._text, SUMMARY_SEAL)}
+
+
 class OutputWriter:
     """Writes items one after the other.
 
@@ -320,3 +346,32 @@ class OutputWriter:
         assert self._open is not None
         place = {"item_id": self._open.id, "output_index": len(self._done)}
         return [{"type": event["type"], **place, **event} for event in events]
+
+
+class SummaryWriter(OutputWriter):
+    """Writes one item: a summary, which is what the model says, or thinks if it says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(names={}, custom=frozenset(), has_summary=False, is_sealed=False)
+        self._said = self._thought = ""
+
+    @property
+    def summary(self) -> str:
+        """The summary so far."""
+        return self._said.strip() or self._thought.strip()
+
+    @override
+    def close(self, status: str) -> list[Event]:
+        if not self.summary:
+            raise ParallmError("The model wrote no summary.")
+        item = Summary()
+        item.add(self.summary, [])
+        return self._begin(item) + self._close(status)
+
+    @override
+    def _add(self, part: TurnPart, logprobs: Logprobs) -> list[Event]:
+        if isinstance(part, ContentText):
+            self._said += part.text
+        elif isinstance(part, ReasoningText):
+            self._thought += part.text
+        return []

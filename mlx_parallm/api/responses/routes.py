@@ -23,9 +23,14 @@ from mlx_parallm.api.http.websocket import SocketResponse, check_handshake
 from mlx_parallm.api.responses.answer import ResponseAnswer
 from mlx_parallm.api.responses.compaction import CompactionAnswer, prepare_summary, summary_turn
 from mlx_parallm.api.responses.conversation import begin_turn, end_turn, read_history
-from mlx_parallm.api.responses.items import placed_images
+from mlx_parallm.api.responses.items import TRIGGER, placed_images
 from mlx_parallm.api.responses.request import FIELDS, input_turn, response_turn
-from mlx_parallm.api.responses.schema import CompactRequest, InputTokensRequest, ResponsesRequest
+from mlx_parallm.api.responses.schema import (
+    CompactRequest,
+    InputTokensRequest,
+    ResponsesInput,
+    ResponsesRequest,
+)
 from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.socket import EVENTS, MEMORY, ResponseSockets
 from mlx_parallm.api.responses.store import ConnectionMemory, StoredResponse
@@ -78,7 +83,9 @@ async def _create(
     """Answer a body; what ``stack`` has is done once the generation has ended."""
     memory: ConnectionMemory | None = prelude.request.scope.get(MEMORY)
     admitted = await prelude.admit(body.model, takes_sources=True)
-    items = await prelude.on_body(lambda: responses.items(body, prelude.client))
+    raw_items = await prelude.on_body(lambda: responses.items(body, prelude.client))
+    items = [item for item in raw_items if item["type"] != TRIGGER]
+    is_summary = len(items) < len(raw_items)
     entry = responses.entry(
         body,
         items,
@@ -89,7 +96,10 @@ async def _create(
         memory=memory,
     )
     tools = response_tools(body.tools)
-    prepared = await _prepare(body, tools, entry, admitted)
+    if is_summary:
+        prepared = await _prepare_summary(body, entry, admitted)
+    else:
+        prepared = await _prepare(body, tools, entry, admitted)
 
     async def keep(response: dict[str, Any]) -> None:
         if turn is not None:
@@ -105,7 +115,9 @@ async def _create(
         generation.on_end(stack.pop_all().close)
         return generation
 
-    answer = ResponseAnswer(body, prepared, model=admitted.name, tools=tools, keep=keep)
+    answer = ResponseAnswer(
+        body, prepared, model=admitted.name, tools=tools, keep=keep, is_summary=is_summary
+    )
     stream, form = (body.stream, NAMED_EVENTS) if memory is None else (True, EVENTS)
     if not body.generate:
         return await _without_output(answer, form if stream else None)
@@ -150,11 +162,7 @@ async def compact_conversation(
         num_bytes=num_bytes,
         history=await read_history(body, prelude),
     )
-    with named_by(FIELDS):
-        turn = summary_turn(
-            body, entry.items, admitted.model, request_id=response_id, client=prelude.client
-        )
-        prepared = await prepare_summary(body, turn, admitted.model, prelude.images)
+    prepared = await _prepare_summary(body, entry, admitted)
     generation = await admitted.start([prepared.request], FIELDS)
     answer = CompactionAnswer(prepared, entry.items)
     return await respond(prelude, generation, answer, stream=False)
@@ -252,6 +260,16 @@ async def _prepare(
         )
         prepare = prepare_fitting if body.truncation == "auto" else prepare_turn
         return await prepare(turn, admitted.model, admitted.prelude.images)
+
+
+async def _prepare_summary(
+    body: ResponsesInput, entry: StoredResponse, admitted: Admitted
+) -> PreparedTurn:
+    with named_by(FIELDS):
+        turn = summary_turn(
+            body, entry.items, admitted.model, request_id=entry.id, client=entry.client
+        )
+        return await prepare_summary(body, turn, admitted.model, admitted.prelude.images)
 
 
 async def _without_output(answer: ResponseAnswer, form: StreamForm | None) -> Response:

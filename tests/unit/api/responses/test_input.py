@@ -127,7 +127,7 @@ def test_items_of_hosted_tools_are_left_out(type_: str) -> None:
         ({"type": "nothing"}, ".type"),
         ({"type": "compaction", "encrypted_content": ""}, ".encrypted_content"),
         ({"type": "compaction", "encrypted_content": sealed("so")}, ".encrypted_content"),
-        ({"type": "compaction_trigger"}, ".type"),
+        ({"type": "compaction_trigger", "id": 1}, ".id"),
         ({"type": 1}, ".type"),
         ({"role": "king", "content": ""}, ".role"),
         ({"role": ["user"], "content": ""}, ".role"),
