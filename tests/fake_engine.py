@@ -62,9 +62,12 @@ def scores(request: GenerateRequest) -> tuple[TokenLogprob | None, ...] | None:
 
 
 def prompt_event(request: GenerateRequest) -> PromptEvent:
-    """Return the first event of a request; three of its tokens were cached."""
+    """Return the first event of a request; three of its tokens were cached, four are now."""
     return PromptEvent(
-        request_id=request.request_id, num_cached_tokens=3, prompt_logprobs=scores(request)
+        request_id=request.request_id,
+        num_cached_tokens=3,
+        num_newly_cached_tokens=4,
+        prompt_logprobs=scores(request),
     )
 
 

@@ -80,3 +80,9 @@ def _add_delta(block: dict[str, Any], delta: Mapping[str, Any]) -> None:
     into = "input" if key == "partial_json" else key
     assert delta[key]
     block[into] += delta[key]
+
+
+def input_tokens_of(usage: Any) -> int:
+    """Return the tokens of a prompt: Anthropic's counts divide them into three."""
+    cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    return usage.input_tokens + cached

@@ -94,9 +94,9 @@ class Usage:
         output_details = _details(usage, "completion_tokens_details", "output_tokens_details")
         self.cached_tokens += _count(input_details, "cached_tokens")
         self.reasoning_tokens += _count(output_details, "reasoning_tokens", "thinking_tokens")
-        # Anthropic's input tokens exclude cached ones.
+        # Anthropic's input tokens exclude those that were cached, and those that are now.
         cached = _count(usage, "cache_read_input_tokens")
-        self.input_tokens += cached
+        self.input_tokens += cached + _count(usage, "cache_creation_input_tokens")
         self.cached_tokens += cached
 
     def to_json(self) -> dict[str, Any]:

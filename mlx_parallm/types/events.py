@@ -24,12 +24,14 @@ class FinishReason(StrEnum):
 class PromptEvent:
     """The prompt has been computed; this is a request's first event.
 
-    ``prompt_logprobs`` has one entry per prompt token; the first token's is None, because nothing
-    precedes it.
+    ``num_cached_tokens`` were found in the prefix cache, and ``num_newly_cached_tokens`` were put
+    there; the others were computed and fill no block. ``prompt_logprobs`` has one entry per prompt
+    token; the first token's is None, because nothing precedes it.
     """
 
     request_id: str
     num_cached_tokens: int
+    num_newly_cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     @property

@@ -34,8 +34,9 @@ def test_create(client, server):
     assert "42" in _text(answer)
     assert answer.stop_reason == "end_turn"
     counted = client.messages.count_tokens(model=server.model, messages=ASK)
-    assert counted.input_tokens == answer.usage.input_tokens + (
-        answer.usage.cache_read_input_tokens or 0
+    usage = answer.usage
+    assert counted.input_tokens == usage.input_tokens + (
+        (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
     )
 
 

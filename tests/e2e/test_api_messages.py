@@ -16,7 +16,7 @@ from mlx_parallm.types import errors
 from mlx_parallm.types.events import FinishReason, GenerateEvent
 from mlx_parallm.types.request import GenerateRequest
 from tests.fake_engine import FakeEngine, fail, hang, prompt_event, serve_fake, token_event, write
-from tests.message_events import fold_message, read_events
+from tests.message_events import fold_message, input_tokens_of, read_events
 
 HI: Any = [{"role": "user", "content": "hi"}]
 BODY: dict[str, Any] = {"model": "alias", "max_tokens": 200, "messages": HI}
@@ -94,8 +94,9 @@ def test_a_whole_answer(engine: FakeEngine, url: str) -> None:
         "stop_details": None,
         "container": None,
         "usage": {
-            "input_tokens": PROMPT_TOKENS - 3,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": PROMPT_TOKENS - 3 - 4,
+            "cache_creation_input_tokens": 4,
+            "cache_creation": {"ephemeral_5m_input_tokens": 4, "ephemeral_1h_input_tokens": 0},
             "cache_read_input_tokens": 3,
             "output_tokens": 6,
             "output_tokens_details": {"thinking_tokens": 0},
@@ -257,8 +258,7 @@ def test_count_tokens_counts_the_prompt(engine: FakeEngine, client: anthropic.An
         model="alias", messages=messages, system="be brief", tools=TOOLS
     )
     usage = ask(client, messages=messages, system="be brief", tools=TOOLS).usage
-    assert usage.cache_read_input_tokens is not None
-    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    assert counted.input_tokens == input_tokens_of(usage)
     engine.submitted.get_nowait()
     assert engine.submitted.empty()
 

@@ -16,6 +16,7 @@ from PIL import Image
 
 from scripts.golden_vision_cases import golden_image
 from tests.image_folders import TEXTS, write_llava, write_qwen
+from tests.message_events import input_tokens_of
 from tests.server_process import ServerProcess
 from tests.unit.media.images import file_of, gif_of_frames, noise, png_of_size
 
@@ -258,9 +259,7 @@ def test_messages_take_images(server: ServerProcess, client: openai.OpenAI) -> N
         message: Any = api.messages.create(**greedy, **body)
         assert [block.text for block in message.content if block.type == "text"] == [expected]
         counted = api.messages.count_tokens(**body)
-        assert counted.input_tokens == message.usage.input_tokens + (
-            message.usage.cache_read_input_tokens or 0
-        )
+        assert counted.input_tokens == input_tokens_of(message.usage)
         result = {"type": "tool_result", "tool_use_id": "t1", "content": blocks}
         call = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
         looked: list[Any] = [

@@ -13,7 +13,7 @@ import pytest
 from anthropic.types import TextBlock, ThinkingBlock, ToolUseBlock
 from pydantic import BaseModel
 
-from tests.message_events import fold_message, read_events
+from tests.message_events import fold_message, input_tokens_of, read_events
 from tests.server_process import ServerProcess
 
 MODEL = "mlx-parallm-demo"
@@ -87,9 +87,16 @@ def test_a_call_its_result_and_the_answer(client: anthropic.Anthropic) -> None:
     assert "21" in text.text
     counted = client.messages.count_tokens(model=MODEL, messages=history, tools=[WEATHER, ROLL])
     usage = answer.usage
-    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    assert counted.input_tokens == input_tokens_of(usage)
     # The answer before was complete, so its prompt is cached.
     assert usage.cache_read_input_tokens
+    # Again, all blocks are there but the last, which the first new token is computed from.
+    again = ask(client, history, tools=[WEATHER, ROLL]).usage
+    assert input_tokens_of(again) == counted.input_tokens
+    assert again.cache_creation_input_tokens == 0
+    assert again.cache_read_input_tokens == (
+        usage.cache_read_input_tokens + (usage.cache_creation_input_tokens or 0)
+    )
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class MessageAnswer(Answer):
     def closing(self) -> list[Chunk]:
         """Return the end of the last block and of the message."""
         usage = usage_body(self._stream.usage)
-        del usage["service_tier"]
+        del usage["service_tier"], usage["cache_creation"]
         delta = self._stop() | {"stop_details": None, "container": None}
         return [
             *self._blocks.end(),
@@ -99,10 +99,12 @@ class MessageAnswer(Answer):
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    """Token counts as Anthropic writes them: cached tokens are not among ``input_tokens``."""
+    """Return token counts as Anthropic writes them: ``input_tokens`` are not in the cache."""
+    created = usage.newly_cached_tokens
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens - created,
+        "cache_creation_input_tokens": created,
+        "cache_creation": {"ephemeral_5m_input_tokens": created, "ephemeral_1h_input_tokens": 0},
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},

@@ -128,10 +128,18 @@ class TokenCount(BaseModel):
 
 
 class MessageUsage(BaseModel):
-    """Token counts; those of the prompt are ``input_tokens`` and ``cache_read_input_tokens``."""
+    """Token counts; the prompt's are the sum of all three kinds of input."""
 
-    input_tokens: int = Field(description="Tokens of the prompt that were computed.")
-    cache_creation_input_tokens: int = Field(description="Always 0: all prompts are cached.")
+    input_tokens: int = Field(
+        description="Tokens of the prompt that were computed and fill no block of the cache."
+    )
+    cache_creation_input_tokens: int = Field(
+        description="Tokens of the prompt that were computed and put into the prefix cache."
+    )
+    cache_creation: dict[str, int] = Field(
+        description="The same by Anthropic's times to live, under the shortest: blocks are kept "
+        "until others need the room."
+    )
     cache_read_input_tokens: int = Field(description="Tokens of the prompt that were cached.")
     output_tokens: int = Field(description="Tokens that were generated.")
     output_tokens_details: dict[str, int] = Field(description="thinking_tokens among them.")

@@ -202,12 +202,14 @@ class Usage:
     image_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    newly_cached_tokens: int = 0
     reasoning_tokens: int = 0
 
     def add(self, event: PromptEvent | TokenEvent) -> None:
         """Count an event."""
         if isinstance(event, PromptEvent):
             self.cached_tokens += event.num_cached_tokens
+            self.newly_cached_tokens += event.num_newly_cached_tokens
         else:
             self.completion_tokens += len(event.token_ids)
 

@@ -113,11 +113,16 @@ class BlockPool:
             del self._cached[block]
             self._free.append(block)
 
-    def set_content(self, block: int, content: bytes) -> None:
-        """Make an owned, computed block findable; the first block of a content keeps it."""
-        if self._content[block] is None and content not in self._by_content:
+    def set_content(self, block: int, content: bytes) -> bool:
+        """Make an owned, computed block findable; return True if its content was not before.
+
+        The first block of a content keeps it.
+        """
+        is_new = self._content[block] is None and content not in self._by_content
+        if is_new:
             self._content[block] = content
             self._by_content[content] = block
+        return is_new
 
     def clear_cache(self) -> None:
         """Forget all contents; owned blocks stay owned."""

@@ -303,19 +303,20 @@ class KVCacheManager:
             self.tiers.saves.leave(blocks)
         return blocks
 
-    def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
+    def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> int:
         """Make the full blocks among ``num_computed`` computed tokens findable by content.
 
         Blocks of a table older than the last reset are skipped: they follow blocks that the reset
-        dropped.
+        dropped. Returns the number of tokens in blocks whose content the cache did not have.
         """
         if not self.enable_prefix_caching or not self.is_current(table):
-            return
-        size = self.block_size
+            return 0
+        size, num_new = self.block_size, 0
         for index in range(len(table.hashes), num_computed // size):
             link = table.link(token_ids, index * size, index * size + size)
             table.hashes.append(link)
-            self._pool.set_content(table.blocks[index], table.root + link)
+            num_new += size * self._pool.set_content(table.blocks[index], table.root + link)
+        return num_new
 
     def content_after(self, table: BlockTable, token_ids: Sequence[int], num_tokens: int) -> bytes:
         """Return the content of the last of a table's first blocks, which may not be computed."""

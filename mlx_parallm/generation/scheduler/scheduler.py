@@ -442,7 +442,9 @@ class Scheduler:
 
     def _commit(self, sequence: Sequence, begun: RowInFlight, num_computed: int) -> None:
         if sequence.table is begun.table:
-            self._kv.commit(sequence.blocks, sequence.token_ids, num_computed)
+            num_new = self._kv.commit(sequence.blocks, sequence.token_ids, num_computed)
+            if not sequence.group.is_reported:
+                sequence.group.num_newly_cached_tokens += num_new
             if sequence.held is not None:
                 sequence.held.note_use()
             if self._snapshotter.cuts and num_computed % self._kv.block_size == 0:

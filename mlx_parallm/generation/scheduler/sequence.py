@@ -44,6 +44,8 @@ class RequestGroup:
         prompt_logprobs: of the prompt's tokens so far; None of those that are not scored, as the
             first, which follows nothing.
         num_cached_tokens: prompt tokens that the first sample found in the prefix cache.
+        num_newly_cached_tokens: prompt tokens that it has put into the prefix cache; more if some
+            were evicted and computed again.
         has_started: whether any of it was ever scheduled.
         is_reported: whether its PromptEvent was sent.
         inputs: its inputs besides tokens.
@@ -61,6 +63,7 @@ class RequestGroup:
     content: str | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(init=False)
     num_cached_tokens: int | None = None
+    num_newly_cached_tokens: int = 0
     has_started: bool = False
     is_reported: bool = False
     inputs: PromptInputs = field(init=False)
@@ -84,6 +87,7 @@ class RequestGroup:
         start = min(self.request.params.prompt_logprobs_start, len(self.request.prompt_ids))
         self.prompt_logprobs = [None] * max(1, start)
         self.num_cached_tokens = None
+        self.num_newly_cached_tokens = 0
 
     @property
     def salt(self) -> bytes:
@@ -171,9 +175,12 @@ class RequestGroup:
         """Return the PromptEvent, which is sent once."""
         self.is_reported = True
         has_logprobs = self.request.params.prompt_logprobs is not None
+        num_cached = self.num_cached_tokens or 0
+        num_computed = len(self.request.prompt_ids) - num_cached
         return PromptEvent(
             request_id=self.request.request_id,
-            num_cached_tokens=self.num_cached_tokens or 0,
+            num_cached_tokens=num_cached,
+            num_newly_cached_tokens=max(0, min(self.num_newly_cached_tokens, num_computed)),
             prompt_logprobs=tuple(self.prompt_logprobs) if has_logprobs else None,
         )
 

@@ -905,7 +905,8 @@ def test_a_full_disk_is_not_mistaken_for_another_server(
 def test_usage_is_counted_in_the_words_of_every_route() -> None:
     details = {"input_tokens_details": {"cached_tokens": 1}}
     messages = {"input_tokens": 1, "cache_read_input_tokens": 1, "output_tokens": 3}
-    for usage in (USAGE, {"input_tokens": 2, "output_tokens": 3} | details, messages):
+    created = messages | {"input_tokens": 0, "cache_creation_input_tokens": 1}
+    for usage in (USAGE, {"input_tokens": 2, "output_tokens": 3} | details, messages, created):
         counted = Usage()
         counted.add({"response": {"body": {"usage": usage}}})
         assert (counted.input_tokens, counted.cached_tokens, counted.output_tokens) == (2, 1, 3)

@@ -168,6 +168,7 @@ async def test_with_a_template_its_text_is_the_source(path: str) -> None:
     assert (
         usage.get("prompt_tokens", usage.get("input_tokens"))
         + usage.get("cache_read_input_tokens", 0)
+        + usage.get("cache_creation_input_tokens", 0)
         == len("user: hi\n") + 1
     )
 

@@ -92,6 +92,19 @@ def test_only_computed_full_blocks_can_be_found() -> None:
     assert hits(manager, TEXT[:16]) == table.blocks[:2]
 
 
+def test_a_commit_counts_the_tokens_that_the_cache_did_not_have() -> None:
+    manager = KVCacheManager(10, SIZE)
+    first, second = (manager.new_table(TEXT, b"", use_cache=True) for _ in range(2))
+    assert manager.grow(first, 11)
+    assert manager.grow(second, 14)
+    assert manager.commit(first, TEXT, 7) == SIZE
+    assert manager.commit(first, TEXT, 11) == SIZE
+    # Two that compute the same at once put it there once.
+    assert manager.commit(second, TEXT, 14) == SIZE
+    manager.withhold(second)
+    assert manager.commit(second, TEXT, 16) == 0
+
+
 def test_the_same_tokens_after_another_beginning_are_another_block() -> None:
     manager = KVCacheManager(8, SIZE)
     table = compute(manager, (*TEXT[:4], *TEXT[8:12]))
