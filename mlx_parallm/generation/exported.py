@@ -8,11 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pickle import PickleBuffer
 from typing import Generic, TypeVar
 
 from mlx_parallm.engine.models import EngineState, ServedEngine
-from mlx_parallm.generation.kv_cache.peer.exports import Exports
+from mlx_parallm.generation.kv_cache.peer.exports import Exports, SentBlock
 from mlx_parallm.generation.kv_cache.peer.filters import UID_BYTES, union_of
 from mlx_parallm.types.errors import NotFoundError
 
@@ -30,7 +29,7 @@ def read_filter(state: EngineState, owner: str) -> Future[bytes]:
 
 def read_blocks(
     state: EngineState, owner: str, contents: Sequence[bytes], *, waits: bool = False
-) -> Future[list[PickleBuffer]]:
+) -> Future[list[SentBlock]]:
     """Return the leading blocks of a chain that are here; none of models that are paused.
 
     ``waits``: the first one is being computed, and is awaited.
@@ -71,8 +70,8 @@ def joined(filters: Sequence[bytes]) -> bytes:
     return filters[0][:UID_BYTES] + union_of([each[UID_BYTES:] for each in filters])
 
 
-def _longest(answers: Sequence[list[PickleBuffer]]) -> list[PickleBuffer]:
-    none: list[PickleBuffer] = []
+def _longest(answers: Sequence[list[SentBlock]]) -> list[SentBlock]:
+    none: list[SentBlock] = []
     return max(answers, key=len, default=none)
 
 

@@ -23,7 +23,7 @@ from mlx_parallm.api.turns.generation import unless_disconnected
 from mlx_parallm.engine.models import EngineState
 from mlx_parallm.generation.exported import find_weights, joined, read_blocks, read_filter
 from mlx_parallm.generation.kind import GENERATION
-from mlx_parallm.generation.kv_cache.peer.exports import ANSWER_S
+from mlx_parallm.generation.kv_cache.peer.exports import ANSWER_S, SentBlock
 from mlx_parallm.generation.kv_cache.peer.frames import pack_frame, pack_head
 from mlx_parallm.replicas.peers import RELEASE_HEADER
 from mlx_parallm.serving.interface import EngineClient
@@ -102,8 +102,8 @@ async def _blocks(
     question = partial(read_blocks, owner=owner, contents=contents, waits=waits)
     least = 1 if waits else len(contents)
     answers = await _ask_all(engine, question, lambda blocks: len(blocks) >= least)
-    # Those of another process come as what its channel sent.
-    return [memoryview(each) for each in max(answers, key=len, default=())]
+    longest: Sequence[SentBlock] = max(answers, key=len, default=())
+    return [block.data for block in longest]
 
 
 async def _ask_all(

@@ -12,7 +12,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
 from pickle import PickleBuffer
-from typing import Protocol
+from typing import Any, Protocol
 
 from mlx_parallm.generation.kv_cache.blocks import BlockPool, BlockTable
 from mlx_parallm.generation.kv_cache.peer.filters import MAX_CONTENTS, UID_BYTES, FilterMaker
@@ -33,21 +33,41 @@ ANSWER_S = 10.0
 FILTER_S = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class SentBlock:
+    """The bytes of a block, which go to other processes uncopied.
+
+    They are no PickleBuffer before they go: Python before 3.12.7 crashes where its garbage
+    collection meets a memoryview with a PickleBuffer (CPython's issue 122306), and the future of an
+    answer is in a cycle.
+    """
+
+    data: Buffer
+
+    def __bytes__(self) -> bytes:
+        """Return a copy."""
+        return bytes(self.data)
+
+    def __reduce_ex__(self, _protocol: object) -> tuple[Any, ...]:
+        """See pickle."""
+        return SentBlock, (PickleBuffer(self.data),)
+
+
 @dataclass(slots=True, eq=False)
 class _Question:
     """Blocks that were asked for; what ``answer`` gets is their leading run, at the latest then."""
 
     contents: Sequence[bytes]
-    answer: Future[list[PickleBuffer]]
+    answer: Future[list[SentBlock]]
     until_s: float
     waits: bool
     blocks: list[Buffer | None] = field(default_factory=list[Buffer | None])
     reads: list[tuple[int, Fetch]] = field(default_factory=list[tuple[int, Fetch]])
 
     @property
-    def leading(self) -> list[PickleBuffer]:
-        """Return the leading blocks that were read, uncopied, as other processes can have them."""
-        return [PickleBuffer(block) for block in _leading(self.blocks)]
+    def leading(self) -> list[SentBlock]:
+        """Return the leading blocks that were read."""
+        return [SentBlock(block) for block in _leading(self.blocks)]
 
 
 class Places(Protocol):
@@ -165,7 +185,7 @@ class Exports:
             self._has_logged = True
             logger.info("peers see the latest %d blocks only, not all", MAX_CONTENTS)
 
-    def ask(self, contents: Sequence[bytes], *, waits: bool = False) -> Future[list[PickleBuffer]]:
+    def ask(self, contents: Sequence[bytes], *, waits: bool = False) -> Future[list[SentBlock]]:
         """Return the leading blocks of a chain, at most ``MAX_BLOCKS``; any thread may call it.
 
         ``waits``: blocks that are not here are being computed; the first of them is awaited. The

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import threading
 from concurrent.futures import Future
-from pickle import PickleBuffer
 from typing import Any
 
 import pytest
 
 from mlx_parallm.api.kv import routes
 from mlx_parallm.api.kv.schema import BlocksRequest
+from mlx_parallm.generation.kv_cache.peer.exports import SentBlock
 from mlx_parallm.generation.kv_cache.peer.filters import UID_BYTES, ContentFilter, filter_bytes
 from mlx_parallm.generation.kv_cache.peer.frames import unpack_frames
 from mlx_parallm.types.errors import EngineDeadError, EngineSilentError, NotFoundError
@@ -38,8 +38,8 @@ class Engines:
         return self.asked
 
 
-def blocks(count: int) -> list[PickleBuffer]:
-    return [PickleBuffer(memoryview(block)) for block in BLOCKS[:count]]
+def blocks(count: int) -> list[SentBlock]:
+    return [SentBlock(memoryview(block)) for block in BLOCKS[:count]]
 
 
 async def sent(engines: Engines, *, waits: bool = False) -> list[bytes]:
