@@ -75,6 +75,8 @@ def test_a_chat_answer_has_every_required_key(engine: FakeEngine, url: str) -> N
             "logprobs": None,
             "finish_reason": "stop",
             "stop_reason": None,
+            # The id of the end token.
+            "matched_stop": 256,
             "token_ids": None,
         }
     ]

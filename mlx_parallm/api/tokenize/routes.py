@@ -1,4 +1,4 @@
-"""``POST /tokenize`` and ``POST /detokenize``, in vLLM's shape; the former also in TEI's."""
+"""``POST /tokenize``, also in TEI's shape, ``/detokenize`` and ``/tokenizer_info``, as in vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from mlx_parallm.api.chat.request import chat_tools
 from mlx_parallm.api.chat.schema import Messages, turns_of
-from mlx_parallm.api.http.declared import COUNT, TOKENIZE
+from mlx_parallm.api.http.declared import COUNT, SMALL, TOKENIZE
 from mlx_parallm.api.http.dependencies import RequestsDep
 from mlx_parallm.api.http.forms import Ids
 from mlx_parallm.api.http.offload import in_thread
@@ -24,7 +24,7 @@ from mlx_parallm.api.tokenize.sides import LanguageFields, SideField
 from mlx_parallm.api.turns.fields import ProcessorKwargs, TemplateKwargs, TurnEndFields
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.images import image_sources, pixel_range_of
-from mlx_parallm.api.turns.prelude import PreludeDep, tokenizing_model
+from mlx_parallm.api.turns.prelude import PreludeDep, generator, tokenizing_model
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.images.processor import PreparedImage
 from mlx_parallm.images.prompt import image_prompt
@@ -113,6 +113,25 @@ async def detokenize(body: DetokenizeRequest, engine: RequestsDep) -> dict[str, 
         return tokenizer.decode(body.tokens, skip_special_tokens=False)
 
     return {"prompt": await in_thread(work)}
+
+
+@routes.get("/tokenizer_info", body_limit=SMALL)
+async def tokenizer_info(engine: RequestsDep, model: str | None = None) -> dict[str, Any]:
+    """Return facts about the tokenizer of a model that generates, under vLLM's names."""
+    _, chosen = generator(engine, model, takes_sources=True)
+    tokenizer = chosen.tokenizer
+    ends = sorted(tokenizer.eos_ids)
+    begin = tokenizer.bos_id
+    facts: dict[str, Any] = {
+        "tokenizer_class": getattr(tokenizer, "class_name", type(tokenizer).__name__),
+        "vocab_size": tokenizer.vocab_size,
+        "model_max_length": chosen.max_model_len,
+        "bos_token": None if begin is None else chosen.vocabulary_string(begin),
+        "eos_token": chosen.vocabulary_string(ends[0]) if ends else None,
+        "eos_token_ids": ends,
+    }
+    template = tokenizer.chat_template
+    return facts if template is None else facts | {"chat_template": template}
 
 
 async def _text_tokens(

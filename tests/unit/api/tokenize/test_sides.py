@@ -160,3 +160,13 @@ def test_a_decoder_has_no_sides_to_detokenize(url: str, engine: SeveralModels) -
     answer = post(url, "/detokenize", model=name, tokens=[1], side="source")
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "side"
+
+
+def test_facts_about_a_tokenizer(url: str, engine: SeveralModels) -> None:
+    for model in engine.models():
+        answer = httpx2.get(f"{url}/tokenizer_info", params={"model": model.names[0]}).json()
+        assert answer["vocab_size"] == model.tokenizer.vocab_size
+        assert set(answer["eos_token_ids"]) == model.tokenizer.eos_ids
+        assert answer.get("chat_template") == model.tokenizer.chat_template
+        assert isinstance(answer["tokenizer_class"], str)
+    assert httpx2.get(f"{url}/tokenizer_info", params={"model": "none"}).status_code == 404
