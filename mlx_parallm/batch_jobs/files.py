@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 
 from mlx_parallm.batch_jobs.records import FILE_PREFIX, FileRecord
 from mlx_parallm.storage import disk
@@ -137,6 +138,8 @@ class FileStore:
         self._ids = ids
         self._now = now
         self._uploads: set[Upload] = set()
+        # Results grow on a thread.
+        self._counting = Lock()
         self._growing = 0
         #: Called to abandon uploads whose time is over.
         self.sweepers: list[Callable[[], None]] = []
@@ -154,8 +157,9 @@ class FileStore:
         """
         await self.sweep()
         upload = Upload(self, self._folder / self._ids.make(UNFINISHED), is_limited=is_limited)
-        self._uploads.add(upload)
-        self._growing += _charge(0)
+        with self._counting:
+            self._uploads.add(upload)
+            self._growing += _charge(0)
         try:
             upload.claim(0)
         except RequestTooLargeError:
@@ -297,15 +301,17 @@ class FileStore:
             )
 
     def note_growth(self, upload: Upload, before: int) -> None:
-        """Count an upload that has grown from so many bytes."""
-        if upload in self._uploads:
-            self._growing += _charge(upload.num_bytes) - _charge(before)
+        """Count an upload that has grown from so many bytes. Any thread may call it."""
+        with self._counting:
+            if upload in self._uploads:
+                self._growing += _charge(upload.num_bytes) - _charge(before)
 
     def forget(self, upload: Upload) -> None:
         """Stop counting an upload, which has ended."""
-        if upload in self._uploads:
-            self._uploads.discard(upload)
-            self._growing -= _charge(upload.num_bytes)
+        with self._counting:
+            if upload in self._uploads:
+                self._uploads.discard(upload)
+                self._growing -= _charge(upload.num_bytes)
 
     def _get(self, file_id: str, owner: str, db: Connection) -> FileRecord:
         source = f"files WHERE id = :id AND NOT ifnull({EXPIRED}, FALSE)"

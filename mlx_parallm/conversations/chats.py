@@ -46,18 +46,23 @@ class ChatStore:
         return await self._database.run(lambda db: _whole(db, [_get(chat_id, owner, db)])[0])
 
     async def update(self, chat_id: str, owner: str, metadata: dict[str, str]) -> StoredChat:
-        """Replace the metadata of a chat; see ``get``."""
+        """Replace the metadata of a chat; see ``get``.
+
+        Raises:
+            RequestTooLargeError: the owner has no room for more.
+        """
+        size = len(json.dumps(metadata))
+        known = await self._database.run(partial(_get, chat_id, owner))
+        most = size - len(json.dumps(known.metadata))
 
         def change(db: Connection) -> tuple[StoredChat, int]:
             before = _get(chat_id, owner, db)
-            growth = len(json.dumps(metadata)) - len(json.dumps(before.metadata))
+            growth = size - len(json.dumps(before.metadata))
             after = replace(before, metadata=metadata, num_bytes=before.num_bytes + growth)
             put(db, "chats", after)
             return _whole(db, [after])[0], growth
 
-        chat, growth = await finished(self._database.run(change))
-        self._stored.add(owner, growth)
-        return chat
+        return await finished(self._stored.changed(self._database, owner, change, most))
 
     async def delete(self, chat_id: str, owner: str) -> None:
         """Delete a chat; see ``get``."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from mlx_parallm.fairness import SharedBudget
+from mlx_parallm.storage.database import Connection, Database
 from mlx_parallm.types.errors import RequestTooLargeError
+
+T = TypeVar("T")
 
 
 class StoredBytes:
@@ -53,6 +57,30 @@ class StoredBytes:
     def release(self, owner: str, num_bytes: int) -> None:
         """Count bytes no more."""
         self._budget.release(num_bytes, self._client(owner))
+
+    async def changed(
+        self,
+        database: Database,
+        owner: str,
+        work: Callable[[Connection], tuple[T, int]],
+        growth: int = 0,
+    ) -> T:
+        """Run a transaction that returns a result, and by how many bytes there are more.
+
+        ``growth`` is by how many there will be, which are claimed before.
+
+        Raises:
+            RequestTooLargeError: the owner has no room for them.
+        """
+        claimed = max(0, growth)
+        self.claim(owner, claimed)
+        try:
+            result, grown = await database.run(work)
+        except BaseException:
+            self.release(owner, claimed)
+            raise
+        self.add(owner, grown - claimed)
+        return result
 
     def _client(self, owner: str) -> str | None:
         return owner if self._separates_owners else None

@@ -212,11 +212,14 @@ class ConversationTurn:
         self._service = service
         self._store = store
         self._owner = owner
+        self._is_released = False
 
     async def append(self, items: Sequence[dict[str, Any]]) -> None:
         """Store further items; see ``ConversationStore.append``."""
         await self._store.append(self.conversation_id, self._owner, items)
 
     def release(self) -> None:
-        """Let others change the conversation again."""
-        self._service.unlock(self.conversation_id)
+        """Let others change the conversation again; a second call does nothing."""
+        if not self._is_released:
+            self._is_released = True
+            self._service.unlock(self.conversation_id)

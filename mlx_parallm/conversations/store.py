@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +21,9 @@ from mlx_parallm.types.errors import InvalidRequestError, NotFoundError, Request
 T = TypeVar("T")
 Item = dict[str, Any]
 ID_PREFIX = "conv_"
+# MAX_ID: characters of an item's id. SQLite would end a text at NUL, and a path ends at a slash.
+MAX_ID = 128
+ITEM_ID = re.compile(rf"[\w.:-]{{1,{MAX_ID}}}", re.ASCII)
 # PLACE_DIGITS: digits of an item's place in its conversation, so that ids sort by place.
 PLACE_DIGITS = 10
 
@@ -45,7 +49,7 @@ class ConversationStore:
         """Store a conversation with its first items.
 
         Raises:
-            InvalidRequestError: two items have the same id.
+            InvalidRequestError: two items have the same id, or one has no id that a path can name.
             RequestTooLargeError: the owner has no room for it.
             StorageError: the disk refused it.
         """
@@ -76,16 +80,21 @@ class ConversationStore:
     async def update(
         self, conversation_id: str, owner: str, metadata: dict[str, str]
     ) -> ConversationRecord:
-        """Replace the metadata of a conversation; see ``get``."""
+        """Replace the metadata of a conversation; see ``get``.
+
+        Raises:
+            RequestTooLargeError: the owner has no room for more.
+        """
+        num_bytes = CHARGE + len(json.dumps(metadata))
+        growth = num_bytes - (await self.get(conversation_id, owner)).num_bytes
 
         def change(db: Connection) -> tuple[ConversationRecord, int]:
             before = _get(conversation_id, owner, db)
-            num_bytes = CHARGE + len(json.dumps(metadata))
             after = replace(before, metadata=metadata, num_bytes=num_bytes)
             put(db, "conversations", after)
             return after, num_bytes - before.num_bytes
 
-        return await finished(self._changed(owner, change))
+        return await finished(self._stored.changed(self._database, owner, change, growth))
 
     async def delete(self, conversation_id: str, owner: str) -> None:
         """Delete a conversation with its items; see ``get``."""
@@ -97,14 +106,14 @@ class ConversationStore:
             db.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
             return None, -freed
 
-        await finished(self._changed(owner, remove))
+        await finished(self._stored.changed(self._database, owner, remove))
 
     async def append(self, conversation_id: str, owner: str, items: Sequence[Item]) -> None:
         """Store further items of a conversation.
 
         Raises:
             NotFoundError: the owner has no such conversation.
-            InvalidRequestError: it has an item of one of these ids already.
+            InvalidRequestError: it has an item of one of these ids already; or see ``create``.
             RequestTooLargeError: the owner has no room for them.
             StorageError: the disk refused it.
         """
@@ -187,7 +196,7 @@ class ConversationStore:
             db.execute("DELETE FROM items WHERE id = ?", (record.id,))
             return _get(conversation_id, owner, db), -record.num_bytes
 
-        return await finished(self._changed(owner, remove))
+        return await finished(self._stored.changed(self._database, owner, remove))
 
     async def _claimed(
         self,
@@ -203,12 +212,6 @@ class ConversationStore:
         except BaseException:
             self._stored.release(owned.owner, num_bytes)
             raise
-
-    async def _changed(self, owner: str, work: Callable[[Connection], tuple[T, int]]) -> T:
-        """Run a transaction that returns a result, and by how many bytes there are more."""
-        result, growth = await self._database.run(work)
-        self._stored.add(owner, growth)
-        return result
 
 
 def _get(conversation_id: str, owner: str, db: Connection) -> ConversationRecord:
@@ -229,7 +232,19 @@ def _item(conversation_id: str, item_id: str, owner: str, db: Connection) -> Ite
 
 
 def _item_records(owned: ConversationRecord, items: Sequence[Item]) -> list[ItemRecord]:
-    """Return the records of items, which get their places when they are stored."""
+    """Return the records of items, which get their places when they are stored.
+
+    Raises:
+        InvalidRequestError: no path could name an item, because its id is too long or has other
+            characters.
+    """
+    wrong = next((each["id"] for each in items if not ITEM_ID.fullmatch(each["id"])), None)
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"The id {wrong[:64]!r} of an item must have 1 to {MAX_ID} letters, digits, dots, "
+            "colons, hyphens or underscores.",
+            param="input",
+        )
     return [
         ItemRecord(
             id="",

@@ -178,6 +178,13 @@ def test_bad_metadata_is_refused_before_anything_is_generated(
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "metadata")
 
 
+@pytest.mark.parametrize("count", [17, 1001])
+def test_a_list_is_chosen_by_few_metadata(url: str, count: int) -> None:
+    pairs = {f"metadata[k{number}]": "v" for number in range(count)}
+    answer = httpx2.get(f"{url}{CHATS}", params=pairs, headers={"authorization": "Bearer one"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "metadata")
+
+
 def test_without_a_data_folder_nothing_is_stored(engine: FakeEngine) -> None:
     with serve_fake(engine, ServerConfig()) as url:
         body = {"model": "alias", "messages": HI, "store": True, "metadata": {"a": {"b": 1}}}

@@ -59,9 +59,7 @@ class CreateConversation(NullIsAbsent):
 class UpdateConversation(NullIsAbsent):
     """Changes of a conversation."""
 
-    metadata: Metadata = Field(
-        default_factory=dict[str, str], description="In place of the metadata before."
-    )
+    metadata: Metadata = Field(description="In place of the metadata before.")
 
 
 class CreateItems(NullIsAbsent):

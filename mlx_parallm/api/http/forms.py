@@ -13,6 +13,8 @@ from pydantic import (
     StrictInt,
     StrictStr,
     StringConstraints,
+    TypeAdapter,
+    ValidationError,
     model_validator,
 )
 
@@ -70,13 +72,23 @@ Metadata = Annotated[
 
 
 def metadata_pairs(query: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return what the parameters ``metadata[key]=value`` of a query name."""
+    """Return what the parameters ``metadata[key]=value`` of a query name.
+
+    Raises:
+        InvalidRequestError: they are more, or longer, than ``Metadata`` may be.
+    """
     begin, end = "metadata[", "]"
-    return {
+    pairs = {
         name.removeprefix(begin).removesuffix(end): text
         for name, text in query
         if name.startswith(begin) and name.endswith(end)
     }
+    try:
+        return TypeAdapter(Metadata).validate_python(pairs)
+    except ValidationError:
+        raise InvalidRequestError(
+            "metadata has at most 16 pairs of 64 and 512 characters.", param="metadata"
+        ) from None
 
 
 class NullIsAbsent(BaseModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.batch_jobs.files import MIN_CHARGE, FileLimits, FileStore
+from mlx_parallm.batch_jobs.files import MIN_CHARGE, FileLimits, FileStore, Upload
 from mlx_parallm.batch_jobs.records import BatchRecord, FileRecord, State
 from mlx_parallm.batch_jobs.storage import KINDS, TABLES, VERSION, Storage
 from mlx_parallm.batch_jobs.store import BatchStore
@@ -349,3 +350,31 @@ def test_ids_sort_by_age_even_when_the_clock_stands_or_goes_back() -> None:
     made = [ids.make("file-") for _ in range(4)]
     assert made == sorted(made)
     assert len({len(file_id) for file_id in made}) == 1
+
+
+async def test_results_that_grow_on_threads_are_counted_rightly(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = folder.open()
+    uploads = [await store.begin(is_limited=False) for _ in range(3)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def grow(upload: Upload) -> None:
+        for _ in range(5000):
+            upload.count(2 * MIN_CHARGE)
+
+    try:
+        await asyncio.gather(*(asyncio.to_thread(grow, upload) for upload in uploads))
+    finally:
+        sys.setswitchinterval(before)
+    for upload in uploads:
+        upload.abandon()
+    # As much fits as if they had never been.
+    limits = replace(LIMITS, max_file_bytes=LIMITS.max_total_bytes)
+    monkeypatch.setattr(store, "_limits", limits)
+    upload = await store.begin()
+    upload.claim(limits.max_total_bytes)
+    with pytest.raises(RequestTooLargeError):
+        upload.claim(1)
+    upload.abandon()

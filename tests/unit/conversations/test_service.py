@@ -213,7 +213,46 @@ async def test_a_conversation_has_one_response_at_a_time(service: ConversationSe
     assert locked.value.code == "conversation_locked"
     await turn.append([item("y")])
     turn.release()
-    assert names((await service.begin(conversation, "a", QUOTA)).items) == ["x", "y"]
+    other = await service.begin(conversation, "a", QUOTA)
+    assert names(other.items) == ["x", "y"]
+    # The turn before ends twice, the second time during another one.
+    turn.release()
+    with pytest.raises(InvalidRequestError, match="Another process"):
+        await service.begin(conversation, "a", QUOTA)
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "a/b", "a b", "a?b", "\u00e4", "x" * 129])
+async def test_ids_that_no_path_can_name_are_refused(
+    name: str, service: ConversationService
+) -> None:
+    store = await service.conversations()
+    with pytest.raises(InvalidRequestError, match="must have 1 to 128"):
+        await store.create("a", {}, [item("x"), item(name)])
+    conversation = (await store.create("a", {}, [item("x")])).id
+    with pytest.raises(InvalidRequestError, match="must have 1 to 128"):
+        await store.append(conversation, "a", [item(name)])
+    assert names(await store.items(conversation, "a", QUOTA)) == ["x"]
+
+
+async def test_metadata_count_as_what_is_stored(tmp_path: Path) -> None:
+    service = service_of(tmp_path, 20 * CHARGE)
+    store, chats = await service.conversations(), await service.chats()
+    conversation = (await store.create("a", {}, [])).id
+    await chats.keep(chat("c"))
+    before = service.num_bytes
+    for _ in range(2):
+        with pytest.raises(RequestTooLargeError):
+            await store.update(conversation, "a", {"k": "v" * 20 * CHARGE})
+        with pytest.raises(RequestTooLargeError):
+            await chats.update("c", "a", {"k": "v" * 20 * CHARGE})
+    assert service.num_bytes == before
+    await store.update(conversation, "a", {"k": "v" * 1000})
+    await chats.update("c", "a", {"k": "v" * 1000})
+    assert service.num_bytes == before + 2 * len('"k": "' + "v" * 1000 + '"')
+    await store.update(conversation, "a", {})
+    await chats.update("c", "a", {})
+    assert service.num_bytes == before
+    await service.stop()
 
 
 async def test_a_damaged_database_is_set_aside(tmp_path: Path) -> None:
