@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
 import struct
-from collections.abc import Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,6 +21,8 @@ from websockets.sync.client import ClientConnection, connect
 from mlx_parallm.api.responses import socket as sockets
 from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types.errors import OverloadedError, StepError
+from mlx_parallm.types.events import GenerateEvent
+from mlx_parallm.types.request import GenerateRequest
 from tests.fake_engine import FakeEngine, fail, hang, serve_fake, write
 from tests.response_events import check_events
 
@@ -449,5 +453,32 @@ def test_a_server_that_stops_says_so() -> None:
         server.close()
         with pytest.raises(ConnectionClosed) as closed:
             idle.recv()
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1012
+
+
+def test_a_server_that_stops_finishes_the_response() -> None:
+    own, may_end = FakeEngine(), threading.Event()
+
+    async def script(request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+        await asyncio.to_thread(may_end.wait)
+        async for event in write("hello")(request):
+            yield event
+
+    own.script = script
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(contextlib.ExitStack())
+        url = server.enter_context(serve_fake(own, ServerConfig(api_keys=(KEY,))))
+        connection = stack.enter_context(opened(url))
+        body = {"type": "response.create", "model": "alias", "input": "x"}
+        connection.send(json.dumps(body))
+        own.submitted.get()
+        stopping = threading.Thread(target=server.close)
+        stopping.start()
+        may_end.set()
+        assert events(connection)[-1]["type"] == "response.completed"
+        with pytest.raises(ConnectionClosed) as closed:
+            connection.recv()
+        stopping.join()
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1012
