@@ -424,26 +424,6 @@ def test_what_is_unread_counts_for_its_key() -> None:
         assert second.close_code() == 1013
 
 
-def test_a_silent_client_is_pinged_and_then_cut_off() -> None:
-    config = ServerConfig(api_keys=(KEY,), client_timeout_s=0.05)
-    with serve_fake(FakeEngine(), config) as url, raw(url) as client:
-        assert client.read() == (PING, b"")
-        with contextlib.suppress(ConnectionError):
-            assert client.read() == (0, b"")
-
-
-@pytest.mark.slow
-def test_a_message_must_arrive_in_time_though_pings_are_answered() -> None:
-    config = ServerConfig(api_keys=(KEY,), client_timeout_s=2.0)
-    with serve_fake(FakeEngine(), config) as url, raw(url) as client:
-        client.send(TEXT, b"x")
-        opcode, data = client.read()
-        while opcode == PING:
-            client.send(FIN | PONG)
-            opcode, data = client.read()
-        assert (opcode, int.from_bytes(data[:2])) == (CLOSE, 1008)
-
-
 def test_a_server_that_stops_says_so() -> None:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(contextlib.ExitStack())

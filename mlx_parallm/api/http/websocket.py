@@ -72,8 +72,8 @@ class WebSocket:
         Args:
             serve: answers the messages; the connection is closed when it returns.
             max_size: most bytes of a message.
-            timeout_s: see above; also the time of a message to arrive, besides its bytes at
-                ``MIN_BYTES_PER_S``. 0 is off.
+            timeout_s: see above; also the time of a message to arrive from its first byte on,
+                besides its bytes at ``MIN_BYTES_PER_S``. 0 is off.
             held: counts the bytes of messages.
         """
         self._serve = serve
@@ -83,9 +83,12 @@ class WebSocket:
         self._waiting: deque[Message] = deque()
         self._partial = bytearray()
         self._is_text = True
-        # The frames and bytes since the last complete message, and when the first of them came.
-        self._num_frames = self._num_bytes = 0
-        self._begin_s = 0.0
+        # True from the first frame of a message to its last.
+        self._is_open = False
+        # The frames since the last complete message.
+        self._num_frames = 0
+        # When the message began that is incomplete, or a frame between two; None: none is.
+        self._begin_s: float | None = None
         self._is_silent = self._is_busy = self._is_leaving = self._is_ended = False
         self._changed = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -118,8 +121,7 @@ class WebSocket:
             return None
         self._is_busy = True
         message = self._waiting.popleft()
-        self._held.release()
-        self._held.grow(self._num_bytes + sum(len(each.data) for each in self._waiting))
+        self._hold()
         self._read_on()
         return message
 
@@ -153,17 +155,17 @@ class WebSocket:
         self._is_silent = False
         if not self.is_over and not self._held.grow(len(data)):
             self._fail(CloseCode.TRY_AGAIN_LATER, "your other requests use all of your memory")
-        if not self._num_bytes:
-            self._begin_s = self._loop.time()
+        self._start_clock()
         for begin in range(0, len(data), SLICE_BYTES):
-            piece = data[begin : begin + SLICE_BYTES]
-            self._num_bytes += len(piece)
             # After the end, this drops it.
-            self._frames.receive_data(piece)
+            self._frames.receive_data(data[begin : begin + SLICE_BYTES])
             for event in self._frames.events_received():
                 # The other events are of handshakes.
                 self._take(cast("Frame", event))
+        if self._is_open or self._num_bytes:
+            self._start_clock()
         self._flush()
+        self._hold()
         self._read_on()
 
     def connection_lost(self) -> None:
@@ -194,18 +196,22 @@ class WebSocket:
         self._num_frames += 1
         if self._num_frames > MAX_FRAMES:
             self._fail(CloseCode.POLICY_VIOLATION, "too many frames")
-        if frame.opcode not in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT) or self.is_over:
+        is_control = frame.opcode not in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT)
+        if is_control or self.is_over:
+            # A control frame within a message gives that no more time.
+            self._begin_s = self._begin_s if self._is_open else None
             return
         if frame.opcode is not Opcode.CONT:
             self._is_text = frame.opcode is Opcode.TEXT
         self._partial += frame.data
+        self._is_open = not frame.fin
         if frame.fin:
             self._complete()
 
     def _complete(self) -> None:
         message = Message(bytes(self._partial), self._is_text)
         self._partial = bytearray()
-        self._num_frames = self._num_bytes = 0
+        self._num_frames, self._begin_s = 0, None
         if message.is_text and not _is_utf8(message.data):
             self._fail(CloseCode.INVALID_DATA, "not UTF-8")
             return
@@ -241,11 +247,26 @@ class WebSocket:
         self._held.release()
         self._changed.set()
 
+    @property
+    def _num_bytes(self) -> int:
+        """The bytes that are kept of the incomplete message and the incomplete frame."""
+        return len(self._partial) + len(self._frames.reader.buffer)
+
+    def _hold(self) -> None:
+        """Count what is kept, and not what control frames were."""
+        if not self._is_ended:
+            self._held.release()
+            self._held.grow(self._num_bytes + sum(len(each.data) for each in self._waiting))
+
     def _read_on(self) -> None:
         """Read unless a message waits, or the client does not read."""
         if self._wire.flow.write_paused or (self._waiting and not self.is_over):
             self._wire.flow.pause_reading()
         elif not self._wire.transport.is_closing():
+            if self._wire.flow.read_paused:
+                # The client could say nothing meanwhile.
+                self._is_silent = False
+                self._begin_s = None if self._begin_s is None else self._loop.time()
             self._wire.flow.resume_reading()
 
     def _set_timer(self) -> None:
@@ -272,9 +293,15 @@ class WebSocket:
             self._flush()
         self._set_timer()
 
+    def _start_clock(self) -> None:
+        if self._begin_s is None:
+            self._begin_s = self._loop.time()
+
     def _is_late(self) -> bool:
+        if self._begin_s is None:
+            return False
         allowed_s = self._timeout_s + self._num_bytes / MIN_BYTES_PER_S
-        return bool(self._num_bytes) and self._loop.time() - self._begin_s > allowed_s
+        return self._loop.time() - self._begin_s > allowed_s
 
 
 def _is_utf8(data: bytes) -> bool:
