@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import Query, Request
+from pydantic import BaseModel
 
 from mlx_parallm.api.conversations.dependencies import ConversationsDep
 from mlx_parallm.api.files.schema import list_object
 from mlx_parallm.api.http.dependencies import ClientDep
-from mlx_parallm.api.http.forms import Metadata, NullIsAbsent, metadata_pairs
+from mlx_parallm.api.http.forms import Metadata, metadata_pairs
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.conversations.records import StoredChat
@@ -23,10 +24,10 @@ Order = Literal["asc", "desc"]
 NOT_SHOWN = frozenset({"content", "role"})
 
 
-class UpdateChat(NullIsAbsent):
+class UpdateChat(BaseModel):
     """Changes of a stored chat."""
 
-    metadata: Metadata
+    metadata: Metadata | None
 
 
 @routes.get("/v1/chat/completions")
@@ -67,7 +68,7 @@ async def update_chat(
 ) -> dict[str, Any]:
     """Replace the metadata of a stored chat."""
     store = await conversations.chats()
-    return chat_object(await store.update(completion_id, client, body.metadata))
+    return chat_object(await store.update(completion_id, client, body.metadata or {}))
 
 
 @routes.delete("/v1/chat/completions/{completion_id}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, Query
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from mlx_parallm.api.conversations.dependencies import ConversationsDep
 from mlx_parallm.api.files.schema import list_object
@@ -56,10 +56,12 @@ class CreateConversation(NullIsAbsent):
     )
 
 
-class UpdateConversation(NullIsAbsent):
+class UpdateConversation(BaseModel):
     """Changes of a conversation."""
 
-    metadata: Metadata = Field(description="In place of the metadata before.")
+    metadata: Metadata | None = Field(
+        description="In place of the metadata before; null removes them."
+    )
 
 
 class CreateItems(NullIsAbsent):
@@ -100,7 +102,7 @@ async def update_conversation(
 ) -> dict[str, Any]:
     """Replace the metadata of a conversation."""
     store = await conversations.conversations()
-    return conversation_object(await store.update(conversation_id, client, body.metadata))
+    return conversation_object(await store.update(conversation_id, client, body.metadata or {}))
 
 
 @routes.delete("/v1/conversations/{conversation_id}")
