@@ -37,6 +37,9 @@ routes = Routes(SERVER, access=Access.ADMIN, dependencies=[Depends(check_release
 
 # ASK_S: seconds after which an answer has nothing of the engines that have not answered.
 ASK_S = ANSWER_S + 5.0
+# OTHERS_S: seconds that further engines have once one has answered: who asks does not wait for one
+# that loads a model.
+OTHERS_S = 1.0
 BINARY = "application/octet-stream"
 #: ``Ends``: returns True if an answer makes the others needless.
 Ends = Callable[[Any], bool]
@@ -111,6 +114,8 @@ async def _ask_all(
 ) -> list[Any]:
     """Return the answers of all engines that come in time, up to one that is enough.
 
+    Once one has come, the others have ``OTHERS_S``.
+
     Raises:
         ParallmError: of an engine, if none answers.
     """
@@ -118,7 +123,7 @@ async def _ask_all(
     answers: list[Any] = []
     problems: list[ParallmError] = []
     try:
-        async with asyncio.timeout(ASK_S):
+        async with asyncio.timeout(ASK_S) as limit:
             for done in asyncio.as_completed(pending):
                 try:
                     answers.append(await done)
@@ -126,6 +131,8 @@ async def _ask_all(
                     problems.append(problem)
                 if answers and is_enough(answers[-1]):
                     break
+                if len(answers) == 1:
+                    limit.reschedule(asyncio.get_running_loop().time() + OTHERS_S)
     except TimeoutError:
         problems.append(EngineSilentError("No engine has answered in time."))
     finally:
