@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlx_parallm.grammar.regex.search import StopExpressions
+from mlx_parallm.grammar.regex.search import stop_expressions
 
 
 class StopTexts:
@@ -22,7 +22,7 @@ class StopTexts:
         include_in_output: bool = False,
     ) -> None:
         self.patterns = tuple((text, _failure_table(text)) for text in dict.fromkeys(stop))
-        self.expressions = StopExpressions(expressions) if expressions else None
+        self.expressions = stop_expressions(tuple(expressions)) if expressions else None
         self.include_in_output = include_in_output
 
     def matcher(self) -> StopTextMatcher:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mlx_parallm.grammar.regex.characters import MAX_CODE, Ranges, has
@@ -43,14 +43,22 @@ class Automaton:
     end: int = 0
 
     def closure(
-        self, states: Iterable[int], *, begins: bool = False, ends: bool = False
+        self,
+        states: Iterable[int],
+        *,
+        begins: bool = False,
+        ends: bool = False,
+        known: Container[int] = (),
     ) -> list[int]:
-        """Return states with those that are reached from them without a character, in order."""
+        """Return states with those that are reached from them without a character, in order.
+
+        ``known`` states are left out, with what is reached through them.
+        """
         reached: dict[int, None] = {}
         waiting = list(states)[::-1]
         while waiting:
             state = waiting.pop()
-            if state in reached:
+            if state in reached or state in known:
                 continue
             reached[state] = None
             if begins and state in self.at_start:
@@ -62,8 +70,17 @@ class Automaton:
 
     def after(self, states: Iterable[int], code: int) -> list[int]:
         """Return the states that a character leads to."""
-        moves = (self.moves[state] for state in states)
+        moves = [self.moves[state] for state in states]
         return [move[1] for move in moves if move is not None and has(move[0], code)]
+
+    def add(self, other: Automaton) -> int:
+        """Add the states of another automaton; return what its numbers grow by."""
+        shift = len(self.free)
+        self.moves += [each and (each[0], each[1] + shift) for each in other.moves]
+        self.free += [[state + shift for state in each] for each in other.free]
+        for mine, theirs in ((self.at_start, other.at_start), (self.at_end, other.at_end)):
+            mine |= {state + shift: target + shift for state, target in theirs.items()}
+        return shift
 
 
 def automaton(pattern: str, *, is_loose: bool = False) -> Automaton:
@@ -117,7 +134,10 @@ class _Builder:
 
     def _repeat(self, part: Node, least: int, most: int | None, start: int) -> int:
         for _ in range(least):
-            start = self._add(part, start)
+            before, start = start, self._add(part, start)
+            # More turns of a part without states would add none either, so no limit ended them.
+            if start == before:
+                break
         if most is None:
             loop = self._linked(start)
             self._made.free[self._add(part, self._linked(loop))].append(loop)
@@ -169,6 +189,7 @@ class Comparison:
             automata = [automaton(pattern, is_loose=True) for pattern in patterns]
         except InvalidRequestError:
             return False
+        self._steps_left -= sum(len(each.free) for each in automata)
         samples = _samples(automata)
         starts = tuple(_Search.begin(each) for each in automata)
         waiting, seen = [starts], {starts}
@@ -177,8 +198,13 @@ class Comparison:
             if all(search.is_accepted(each) for search, each in current):
                 return False
             for code in samples:
-                self._steps_left -= sum(len(search.states) + 1 for search, _ in current)
                 following = tuple(search.after(each, code) for search, each in current)
+                pairs = zip(following, current, strict=True)
+                self._steps_left -= sum(
+                    len(search.states) + len(before.states) + 1 for search, (before, _) in pairs
+                )
+                if self._steps_left < 0:
+                    return False
                 if following not in seen:
                     seen.add(following)
                     waiting.append(following)

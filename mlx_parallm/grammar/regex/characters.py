@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
 
 #: ``Ranges``: sorted, apart, both ends included.
@@ -40,7 +41,8 @@ def others(ranges: Ranges) -> Ranges:
 
 def has(ranges: Ranges, code: int) -> bool:
     """True if a character is in a set."""
-    return any(low <= code <= high for low, high in ranges)
+    place = bisect.bisect_right(ranges, (code, MAX_CODE)) - 1
+    return place >= 0 and code <= ranges[place][1]
 
 
 def either_case(ranges: Ranges) -> Ranges:

@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from mlx_parallm.grammar.regex.automaton import Automaton, automaton
+from mlx_parallm.grammar.regex.syntax import MAX_CHARS
 from mlx_parallm.types.errors import InvalidRequestError
 
 # MAX_STATES of a request's expressions together: a character may visit all of them.
 MAX_STATES = 256
 # MAX_HELD characters of a text that may become a match.
 MAX_HELD = 1024
-# MAX_CACHED steps of the search that are known.
-MAX_CACHED = 4096
+# MAX_CACHED states of all steps of a search that are known.
+MAX_CACHED = 1 << 15
+# MAX_PREPARED requests' expressions that are kept.
+MAX_PREPARED = 16
 
-_States = frozenset[tuple[int, int]]
+#: ``_Live``: states of incomplete matches by where the matches begin, the earliest first. A state
+#: stands where its earliest match begins.
+_Live = tuple[frozenset[int], ...]
+
+
+class _Step(NamedTuple):
+    """Matches that are not complete after a character.
+
+    Attributes:
+        live: the states after it.
+        origins: by place in it, the place before; the one behind all is that of the character.
+        ends: by completed expression, the place of its match.
+    """
+
+    live: _Live
+    origins: tuple[int, ...]
+    ends: tuple[tuple[str, int], ...]
 
 
 def check_stop_expressions(patterns: Sequence[str]) -> None:
     """Raise InvalidRequestError, without ``param``, if expressions cannot end a text."""
-    StopExpressions(patterns)
+    stop_expressions(tuple(patterns))
+
+
+@functools.lru_cache(MAX_PREPARED)
+def stop_expressions(patterns: tuple[str, ...]) -> StopExpressions:
+    """Return prepared expressions; see ``StopExpressions``."""
+    return StopExpressions(patterns)
 
 
 class StopExpressions:
@@ -30,48 +57,63 @@ class StopExpressions:
 
         Raises:
             InvalidRequestError: see ``automaton``; or one matches the empty text or looks at the
-                text's end, or they have too many states; without ``param``.
+                text's end, or they have too many states or characters; without ``param``.
         """
         self.patterns = tuple(dict.fromkeys(patterns))
-        self.automata = [automaton(pattern) for pattern in self.patterns]
-        self._steps: dict[tuple[_States, str], _States] = {}
-        for pattern, each in zip(self.patterns, self.automata, strict=True):
-            _check(pattern, each)
-        if sum(len(each.free) for each in self.automata) > MAX_STATES:
+        if sum(map(len, self.patterns)) > MAX_CHARS:
             raise InvalidRequestError(
-                f"The expressions need more than {MAX_STATES} states together."
+                f"The expressions have more than {MAX_CHARS} characters together."
             )
-        self._entries = self._begin(begins=False)
-        self._first = self._begin(begins=True)
+        self._joined = Automaton()
+        # By state, the expression that it completes.
+        self._ends: dict[int, str] = {}
+        starts: list[int] = []
+        for pattern in self.patterns:
+            each = automaton(pattern)
+            _check(pattern, each)
+            shift = self._joined.add(each)
+            starts.append(each.start + shift)
+            self._ends[each.end + shift] = pattern
+            if len(self._joined.free) > MAX_STATES:
+                raise InvalidRequestError(
+                    f"The expressions need more than {MAX_STATES} states together."
+                )
+        self._steps: dict[tuple[_Live, str], _Step] = {}
+        self._num_cached = 0
+        self._entries = frozenset(self._joined.closure(starts))
+        self._first = frozenset(self._joined.closure(starts, begins=True))
 
     def search(self) -> StopSearch:
         """Return the search in one text."""
         return StopSearch(self)
 
-    def step(self, states: _States, character: str, *, is_first: bool) -> _States:
-        """Return the states of matches that are not complete, after a character."""
-        states = states | (self._first if is_first else self._entries)
-        key = (states, character)
+    def step(self, live: _Live, character: str, *, is_first: bool) -> _Step:
+        """Return what a character leads to from the states before it."""
+        live = (*live, self._first if is_first else self._entries)
+        key = (live, character)
         known = self._steps.get(key)
         if known is None:
-            known = frozenset(
-                (number, state)
-                for number, each in enumerate(self.automata)
-                for state in each.closure(
-                    each.after([own for index, own in states if index == number], ord(character))
-                )
-            )
-            if len(self._steps) >= MAX_CACHED:
+            known = self._after(live, ord(character))
+            self._num_cached += 1 + sum(map(len, live)) + sum(map(len, known.live))
+            if self._num_cached > MAX_CACHED:
                 self._steps.clear()
+                self._num_cached = 0
             self._steps[key] = known
         return known
 
-    def _begin(self, *, begins: bool) -> _States:
-        return frozenset(
-            (number, state)
-            for number, each in enumerate(self.automata)
-            for state in each.closure([each.start], begins=begins)
-        )
+    def _after(self, live: _Live, code: int) -> _Step:
+        seen: set[int] = set()
+        after: list[frozenset[int]] = []
+        origins: list[int] = []
+        ends: list[tuple[str, int]] = []
+        for origin, group in enumerate(live):
+            reached = self._joined.closure(self._joined.after(group, code), known=seen)
+            if reached:
+                ends += [(self._ends[each], len(after)) for each in reached if each in self._ends]
+                seen.update(reached)
+                after.append(frozenset(reached))
+                origins.append(origin)
+        return _Step(tuple(after), tuple(origins), tuple(ends))
 
 
 class StopSearch:
@@ -81,51 +123,29 @@ class StopSearch:
         num_held: last characters of the text that may be part of a match.
     """
 
-    __slots__ = ("_expressions", "_held", "_num_taken", "_states", "num_held")
+    __slots__ = ("_expressions", "_live", "_num_taken", "_starts", "num_held")
 
     def __init__(self, expressions: StopExpressions) -> None:
         self._expressions = expressions
-        self._states: _States = frozenset()
-        self._held = ""
+        self._live: _Live = ()
+        # By place in ``_live``, the number of characters before its matches.
+        self._starts: list[int] = []
         self._num_taken = 0
         self.num_held = 0
 
     def add(self, character: str) -> tuple[str, int] | None:
         """Take a character; return the expression of which it completes a match, and its length."""
-        is_first = self._num_taken == 0
+        step = self._expressions.step(self._live, character, is_first=self._num_taken == 0)
+        starts = [*self._starts, self._num_taken]
+        self._live, self._starts = step.live, [starts[origin] for origin in step.origins]
         self._num_taken += 1
-        self._states = self._expressions.step(self._states, character, is_first=is_first)
-        if not self._states:
-            self._held = ""
-            self.num_held = 0
-            return None
-        self._held = (self._held + character)[-MAX_HELD:]
-        self.num_held = len(self._held)
-        ends = [
-            number
-            for number, each in enumerate(self._expressions.automata)
-            if (number, each.end) in self._states
-        ]
-        matches = [(self._expressions.patterns[each], self._length(each)) for each in ends]
+        self.num_held = self._length(0) if self._starts else 0
+        matches = [(pattern, self._length(place)) for pattern, place in step.ends]
         return max(matches, key=lambda match: match[1]) if matches else None
 
-    def _length(self, number: int) -> int:
-        """Return the length of the longest match that ends here."""
-        each = self._expressions.automata[number]
-        # By state, where the earliest match that has reached it begins.
-        starts: dict[int, int] = {}
-        for place, character in enumerate(self._held):
-            is_first = place == 0 and self._num_taken == len(self._held)
-            entries = dict.fromkeys(each.closure([each.start], begins=is_first), place)
-            following: dict[int, int] = {}
-            for state, start in (entries | starts).items():
-                for target in each.after([state], ord(character)):
-                    following[target] = min(start, following.get(target, start))
-            starts = {}
-            for state, start in sorted(following.items(), key=lambda entry: entry[1]):
-                for reached in each.closure([state]):
-                    starts.setdefault(reached, start)
-        return len(self._held) - starts.get(each.end, 0)
+    def _length(self, place: int) -> int:
+        """Return the length of the matches that begin earliest at a place, as far as is held."""
+        return min(self._num_taken - self._starts[place], MAX_HELD)
 
 
 def _check(pattern: str, each: Automaton) -> None:

@@ -135,21 +135,21 @@ class _Reader:
         return False
 
     def _repeated(self, atom: Node) -> Node:
-        while not self.is_done:
-            bounds = self._bounds()
-            if bounds is None:
-                return atom
-            if isinstance(atom, Edge):
-                raise self.refusal("a repeated anchor")
-            least, most = bounds
-            if most is not None and most < least:
-                raise self.refusal("a repetition with its limits reversed")
-            if self._takes("+"):
-                raise self.refusal("a possessive repetition")
-            # Which of several matches is taken does not matter to an automaton.
-            self._takes("?")
-            atom = Repeat(atom, least, most)
-        return atom
+        bounds = self._bounds()
+        if bounds is None:
+            return atom
+        if isinstance(atom, Edge):
+            raise self.refusal("a repeated anchor")
+        least, most = bounds
+        if most is not None and most < least:
+            raise self.refusal("a repetition with its limits reversed")
+        if self._takes("+"):
+            raise self.refusal("a possessive repetition")
+        # Which of several matches is taken does not matter to an automaton.
+        self._takes("?")
+        if self._bounds() is not None:
+            raise self.refusal("a repeated repetition")
+        return Repeat(atom, least, most)
 
     def _bounds(self) -> tuple[int, int | None] | None:
         for sign, bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):

@@ -6,7 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.generation.stop_texts import StopTexts
-from mlx_parallm.grammar.regex.search import MAX_HELD, check_stop_expressions
+from mlx_parallm.grammar.regex.search import (
+    MAX_HELD,
+    StopExpressions,
+    check_stop_expressions,
+)
 from mlx_parallm.types.errors import InvalidRequestError
 
 
@@ -181,6 +185,14 @@ def test_what_is_held_back_is_bounded():
         ("(", "parenthesis"),
         ("[a", "bracket"),
         ("*a", "nothing"),
+        ("a**", "repeated repetition"),
+        ("a" + "{1}" * 1300, "repeated repetition"),
+        ("(" * 1500 + "a" + ")" * 1500, "deeper"),
+        ("(?:a|" * 60 + "b" + ")" * 60, "deeper"),
+        ("(?:(?:(?:){99999}){99999}){99999}b", "states"),
+        ("(?:){0,99999}c", "states"),
+        ("(?:a{9}){99999}", "states"),
+        ("(?:" * 49 + "){9}" * 49 + "d", "states"),
     ],
 )
 def test_what_cannot_end_a_text_is_refused(expression, what):
@@ -191,3 +203,30 @@ def test_what_cannot_end_a_text_is_refused(expression, what):
 def test_a_hostile_expression_takes_no_longer_than_its_states_allow():
     matcher = StopTexts([], ["(x+x+)+y", "(a|b)*a(a|b){40}c"]).matcher()
     assert len(matcher.add("x" * 2000 + "ab" * 1000)) == 4000 - MAX_HELD
+
+
+@pytest.mark.parametrize(
+    "expression", ["(?s){99999}d", "(?:){99999}d", "(?:(?:)()){99999}d", "(?:(){0,9}){9}d"]
+)
+def test_a_repetition_of_nothing_ends_at_once(expression):
+    matcher = StopTexts([], [expression]).matcher()
+    assert matcher.add("abcd") == "abc"
+    assert matcher.matched == expression
+
+
+def test_only_the_earliest_live_match_is_held_back():
+    search = StopExpressions([".END", "[a-z]{2}x"]).search()
+    held = [search.num_held for each in "abcEN\nabEN" * 300 if search.add(each) is None]
+    assert len(held) == 3000
+    assert max(held) == 3
+
+
+def test_a_match_has_the_length_of_its_earliest_beginning():
+    search = StopExpressions(["(?:ab)+c", "b+c"]).search()
+    assert [search.add(each) for each in "xababc"][-1] == ("(?:ab)+c", 5)
+
+
+def test_the_expressions_of_a_request_are_prepared_once():
+    patterns = ("once[a-f]",)
+    check_stop_expressions(patterns)
+    assert StopTexts([], patterns).expressions is StopTexts([], patterns).expressions

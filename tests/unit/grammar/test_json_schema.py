@@ -347,6 +347,24 @@ def test_expressions_are_apart(patterns: list[str], is_empty: bool) -> None:
     assert Comparison(100_000).is_empty(patterns) is is_empty
 
 
+HOSTILE = [
+    "(?:(?:(?:){99999}){99999}){99999}a",
+    "(?s){99999}",
+    "(){0,99999}",
+    "a" + "{1}" * 1300,
+    "a" + "?" * 4000,
+    "(" * 1500 + "a" + ")" * 1500,
+    "(?:(?:a{0,999}){0,999}){0,999}",
+]
+
+
+@pytest.mark.parametrize("pattern", HOSTILE)
+def test_a_hostile_expression_is_compared_or_left_alone(pattern: str) -> None:
+    schema = {"oneOf": [{"pattern": pattern}, {"pattern": "^b+$"}], "type": "string"}
+    assert rewritten(schema).keys() >= {"$defs"}
+    assert rewritten({"not": {"pattern": pattern}, "type": "string"})
+
+
 @pytest.mark.parametrize(
     "pattern", ["^[a-c]{2,3}$", "^x", "^(?:ab|cd)$", r"^\d$", "^[^a]+$", r"^a\.b$", "^a*$"]
 )
