@@ -14,7 +14,7 @@ from mlx_parallm.conversations.chats import ChatStore
 from mlx_parallm.conversations.quota import StoredBytes
 from mlx_parallm.conversations.records import StoredChat
 from mlx_parallm.conversations.responses import ResponseTable
-from mlx_parallm.conversations.store import ConversationStore
+from mlx_parallm.conversations.store import ConversationStore, duplicate_item
 from mlx_parallm.conversations.tables import SCHEMA, bytes_by_owner
 from mlx_parallm.storage import disk
 from mlx_parallm.storage.database import DamagedDatabaseError, Database, set_aside
@@ -213,6 +213,14 @@ class ConversationTurn:
         self._store = store
         self._owner = owner
         self._is_released = False
+
+    def check_new(self, items: Sequence[dict[str, Any]]) -> None:
+        """Raise InvalidRequestError if ``append`` would, because an item is there already."""
+        known = {item["id"] for item in self.items}
+        for item in items:
+            if item["id"] in known:
+                raise duplicate_item(item["id"])
+            known.add(item["id"])
 
     async def append(self, items: Sequence[dict[str, Any]]) -> None:
         """Store further items; see ``ConversationStore.append``."""

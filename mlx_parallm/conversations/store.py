@@ -214,6 +214,15 @@ class ConversationStore:
             raise
 
 
+def duplicate_item(item_id: str) -> InvalidRequestError:
+    """Return the refusal of an item whose id is in its conversation already."""
+    return InvalidRequestError(
+        f"Duplicate item found with id {item_id[:128]}. Remove duplicate items from your input and "
+        "try again.",
+        param="input",
+    )
+
+
 def _get(conversation_id: str, owner: str, db: Connection) -> ConversationRecord:
     for record in read(db, ConversationRecord, "conversations WHERE id = ?", (conversation_id,)):
         if record.owner == owner:
@@ -262,11 +271,7 @@ def _append(db: Connection, conversation_id: str, records: Sequence[ItemRecord])
     seen: set[str] = set()
     for record in records:
         if record.item_id in seen or _row_id(db, conversation_id, record.item_id):
-            raise InvalidRequestError(
-                f"Duplicate item found with id {record.item_id[:128]}. Remove duplicate items from "
-                "your input and try again.",
-                param="input",
-            )
+            raise duplicate_item(record.item_id)
         seen.add(record.item_id)
     last = "SELECT max(id) FROM items WHERE conversation_id = ?"
     (before,) = db.execute(last, (conversation_id,)).fetchone()

@@ -291,6 +291,7 @@ def test_others_see_nothing(url: str, conversation: str) -> None:
         ("", {"items": [HELLO] * 21}, "items"),
         ("", {"items": [{"role": "nobody", "content": ""}]}, "items[0].role"),
         ("", {"items": [{"type": "magic"}]}, "items[0].type"),
+        ("/{id}/items", {"items": [HELLO, {"type": "compaction_trigger"}]}, "items[1].type"),
         ("", {"items": [{"type": "item_reference", "id": "msg_0"}]}, "items[0].id"),
         ("", {"metadata": {f"k{number}": "" for number in range(17)}}, "metadata"),
         ("", {"metadata": {"a": 1}}, "metadata"),
@@ -305,6 +306,18 @@ def test_a_bad_field_is_named(
     answer = call(url, "POST", CONVERSATIONS + path.format(id=conversation), json=body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_item_that_is_there_is_refused_before_anything_is_generated(
+    engine: FakeEngine, url: str, client: openai.OpenAI, conversation: str, stream: bool
+) -> None:
+    (item,) = client.conversations.items.list(conversation).data
+    twice: Any = {"id": "msg_1", **HELLO}
+    for repeated in ([item.to_dict()], [twice, twice]):
+        answer = respond(url, conversation, input=repeated, stream=stream)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
+    assert engine.submitted.empty()
 
 
 def test_only_one_history_is_read(url: str, client: openai.OpenAI, conversation: str) -> None:

@@ -15,12 +15,13 @@ from mlx_parallm.api.http.dependencies import ClientDep
 from mlx_parallm.api.http.forms import Metadata, NullIsAbsent
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.api.responses.items import Item, input_items
+from mlx_parallm.api.responses.items import TRIGGER, Item, input_items
 from mlx_parallm.api.responses.routes import ResponsesDep
 from mlx_parallm.api.responses.schema import ENCRYPTED_REASONING, LOGPROBS, Includable
 from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.turns.prelude import PreludeDep
 from mlx_parallm.conversations.records import ConversationRecord
+from mlx_parallm.types.errors import InvalidRequestError
 
 routes = Routes(CHAT, body_limit=INPUT, short=True)
 # MAX_ITEMS: items of a body, as at OpenAI.
@@ -203,6 +204,10 @@ def _without_logprobs(part: Item) -> Item:
 
 
 def _items(content: list[Item], responses: ResponseService, client: str) -> list[Item]:
+    for number, item in enumerate(content):
+        if item.get("type") == TRIGGER:
+            where = f"items[{number}].type"
+            raise InvalidRequestError(f"{where}: no conversation keeps a {TRIGGER}.", param=where)
     return input_items(content, lambda id_: responses.find_item(id_, client), where="items")
 
 

@@ -86,6 +86,8 @@ async def _create(
     raw_items = await prelude.on_body(lambda: responses.items(body, prelude.client))
     items = [item for item in raw_items if item["type"] != TRIGGER]
     is_summary = len(items) < len(raw_items)
+    if turn is not None:
+        turn.check_new(items)
     entry = responses.entry(
         body,
         items,
