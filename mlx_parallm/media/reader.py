@@ -109,7 +109,7 @@ class ImageReader:
             OverloadedError: the process holds too many bytes of fetched images.
         """
         async with contextlib.AsyncExitStack() as stack:
-            with _naming(param):
+            with naming(param):
                 scheme = url[: len(DATA_SCHEME)].lower()
                 if scheme == DATA_SCHEME:
                     work = partial(self._from_data_url, url)
@@ -145,7 +145,7 @@ class ImageReader:
             InvalidRequestError: there is none within the limits, or it is of another type.
         """
         async with contextlib.AsyncExitStack() as stack:
-            with _naming(param):
+            with naming(param):
                 decoded = self._decoded(partial(self._from_base64, text, media_type), check)
                 image = await stack.enter_async_context(decoded)
             yield image
@@ -158,7 +158,7 @@ class ImageReader:
             InvalidRequestError: there is none within the limits.
         """
         async with contextlib.AsyncExitStack() as stack:
-            with _naming(param):
+            with naming(param):
                 decoded = self._decoded(partial(read_image, data, self._limits))
                 image = await stack.enter_async_context(decoded)
             yield image
@@ -211,7 +211,7 @@ class ImageReader:
 
 
 @contextlib.contextmanager
-def _naming(param: str) -> Generator[None]:
+def naming(param: str) -> Generator[None]:
     """Let errors name the part of the request that they are about."""
     try:
         yield

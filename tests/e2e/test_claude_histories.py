@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     ),
     "document by id": (
         [user(document({"type": "file", "file_id": "file_1"}))],
-        "messages.0.content.0.source is a document, of which files by their id",
+        "messages.0.content.0.source is a file by its id",
     ),
     "tool addition": (
         [user(text("a"), {"type": "tool_addition", "tool": REFERENCE})],

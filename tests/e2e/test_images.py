@@ -17,6 +17,7 @@ from PIL import Image
 from scripts.golden_vision_cases import golden_image
 from tests.image_folders import TEXTS, write_llava, write_qwen
 from tests.message_events import input_tokens_of
+from tests.pdf_files import pdf_of
 from tests.server_process import ServerProcess
 from tests.unit.media.images import file_of, gif_of_frames, noise, png_of_size
 
@@ -277,6 +278,25 @@ def test_messages_take_images(server: ServerProcess, client: openai.OpenAI) -> N
         source["media_type"] = "image/webp"
         with pytest.raises(anthropic.BadRequestError, match="image/png"):
             api.messages.create(**greedy, **body)
+
+
+def test_pages_of_a_pdf_file_are_images(server: ServerProcess) -> None:
+    def count(num_pages: int, **greedy: Any) -> int:
+        data = base64.b64encode(pdf_of(*["w20"] * num_pages)).decode()
+        source = {"type": "base64", "media_type": "application/pdf", "data": data}
+        blocks: list[Any] = [{"type": "document", "source": source}, text("w21")]
+        body: Any = {"model": MODEL, "messages": [{"role": "user", "content": blocks}]}
+        counted = api.messages.count_tokens(**body).input_tokens
+        if greedy:
+            assert input_tokens_of(api.messages.create(**greedy, **body).usage) == counted
+        return counted
+
+    with anthropic.Anthropic(base_url=server.url, api_key="none") as api:
+        assert count(2, max_tokens=3) - count(1) == NUM_TOKENS
+        with pytest.raises(
+            anthropic.BadRequestError, match=r"0\.source: The PDF file has 17 pages"
+        ):
+            count(17)
 
 
 def test_prompts_of_sglang_take_images(server: ServerProcess, client: openai.OpenAI) -> None:

@@ -102,9 +102,8 @@ def read_document(block: BodyValue) -> Content:
             content: Content = source["data"].text()
         case "content":
             content = _contents(source["content"], {"text": read_text, "image": read_image})
-        case "base64" | "url" | "file":
-            kind = "files by their id" if source.type == "file" else "PDF files"
-            raise source.refusal(f"is a document, of which {kind} are not read", unsupported=True)
+        case "file":
+            raise source.refusal("is a file by its id, which is not read", unsupported=True)
         case _:
             raise source["type"].refusal("must be text, content, base64 or url")
     heads = {name: block[name].optional_text() for name in ("title", "context")}

@@ -6,6 +6,7 @@ from fastapi import Response
 
 from mlx_parallm.api.anthropic.answer import MessageAnswer
 from mlx_parallm.api.anthropic.dialect import ANTHROPIC
+from mlx_parallm.api.anthropic.documents import media_sources, read_pdfs
 from mlx_parallm.api.anthropic.request import (
     counted_turn,
     message_turn,
@@ -23,7 +24,6 @@ from mlx_parallm.api.http.declared import COUNT, INPUT
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.turns.generation import named_by
-from mlx_parallm.api.turns.images import image_sources
 from mlx_parallm.api.turns.prelude import PreludeDep, generator
 from mlx_parallm.api.turns.prepare import prepare_turn, render_turn
 from mlx_parallm.api.turns.sources import num_prompt_tokens
@@ -44,6 +44,7 @@ routes = Routes(CHAT, dialect=ANTHROPIC, body_limit=INPUT, short=True, in_any_pr
 async def create_message(body: MessagesRequest, prelude: PreludeDep) -> Response:
     """Continue a conversation, in Anthropic's shape."""
     admitted = await prelude.admit(body.model, takes_sources=True)
+    await read_pdfs(body.messages, admitted.model, prelude.images)
     turn = await prelude.on_body(
         lambda: message_turn(body, request_id=f"msg_{prelude.answer_id}", client=prelude.client)
     )
@@ -59,7 +60,8 @@ async def create_message(body: MessagesRequest, prelude: PreludeDep) -> Response
 async def count_tokens(body: CountTokensRequest, prelude: PreludeDep) -> TokenCount:
     """Count the tokens of a conversation; nothing is generated."""
     _, model = generator(prelude.engine, body.model, takes_sources=True)
+    await prelude.check_texts(media_sources(body.messages))
+    await read_pdfs(body.messages, model, prelude.images)
     turn = await prelude.on_body(lambda: counted_turn(body, request_id="", client=prelude.client))
-    await prelude.check_texts(source.url for source in image_sources(turn.messages))
     prompt = await render_turn(turn, model, limit=ANY_LENGTH, images=prelude.images)
     return TokenCount(input_tokens=num_prompt_tokens(prompt))

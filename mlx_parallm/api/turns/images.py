@@ -26,6 +26,8 @@ from mlx_parallm.images.processor import (
     PreparedImage,
 )
 from mlx_parallm.media.decode import shrunk, shrunk_size
+from mlx_parallm.media.fetch import Fetcher
+from mlx_parallm.media.pdf import PdfReader
 from mlx_parallm.media.reader import CheckSize, DecodedImage, ImageReader
 from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
@@ -154,9 +156,9 @@ class Images:
         """
         self._limits = limits
         self._separates_clients = separates_clients
-        self._reader = ImageReader(
-            limits, in_thread=in_thread, client=lambda: current_client() or None
-        )
+        fetcher = Fetcher(limits)
+        self._reader = ImageReader(limits, fetcher=fetcher, in_thread=in_thread, client=_client)
+        self.pdfs = PdfReader(limits, fetcher, in_thread=in_thread, client=_client)
         self._processors: dict[Hashable, ImageProcessor] = {}
         self._prepared = PreparedCache(PREPARED_BYTES)
         self._budget = PreparedBudget(max_held_bytes())
@@ -270,6 +272,10 @@ class Images:
                 source.url, source.media_type, param=source.param, check=check
             )
         return self._reader.from_url(source.url, param=source.param, check=check)
+
+
+def _client() -> str | None:
+    return current_client() or None
 
 
 class _Room:

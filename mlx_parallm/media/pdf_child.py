@@ -1,0 +1,118 @@
+"""The program that reads one PDF file: ``python -I pdf_child.py``, from stdin to stdout.
+
+PDF files make their readers crash, and take memory and time, so each is read by a process of its
+own, which bounds itself and has nothing but Python, pypdfium2 and Pillow. Scripts in a file are not
+run. The request is a line of JSON, and the file follows; the answer is JSON with ``pages`` or
+``error``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import resource
+import sys
+from base64 import b64encode
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+# MEMORY_BYTES, CPU_S: most address space and processor time.
+MEMORY_BYTES = 1 << 30
+CPU_S = 20
+# NICENESS: how far it lets the server's own work go first.
+NICENESS = 10
+# SIDE: longest side of a page's image in pixels; SCALE: most pixels per point, 144 a inch.
+SIDE = 1568
+SCALE = 2.0
+# ROUNDING: room for sides that are rounded up.
+ROUNDING = 0.98
+# MOST_CHARS: of the text of a page; all pages, as they are sent back, may have four times as many.
+MOST_CHARS = 8_000_000
+# PASSWORD: PDFium's code of a file that is encrypted with a password.
+PASSWORD = 4
+
+
+class RefusedError(Exception):
+    """The file is not read; the message says why."""
+
+
+def main() -> None:
+    """Answer the request."""
+    _bound()
+    request: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    try:
+        pages = _pages(sys.stdin.buffer.read(), **request)
+        answer: dict[str, Any] = {"pages": pages}
+    except RefusedError as refusal:
+        answer = {"error": str(refusal)}
+    sys.stdout.write(json.dumps(answer))
+
+
+def _bound() -> None:
+    os.nice(NICENESS)
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    if sys.platform == "linux":
+        # macOS has this limit without enforcing it.
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+
+
+def _pages(data: bytes, as_images: bool, max_pages: int, max_pixels: int) -> list[str]:
+    """Return the pages as images of at most ``max_pixels``, or as texts."""
+    import pypdfium2  # noqa: PLC0415 - the limits hold while it is loaded, too
+
+    try:
+        document = pypdfium2.PdfDocument(data)
+        num_pages = len(document)
+        if not num_pages:
+            raise RefusedError("The PDF file has no pages.")
+        if num_pages > max_pages:
+            raise RefusedError(
+                f"The PDF file has {num_pages} pages; at most {max_pages} are allowed."
+            )
+        pages = (document[number] for number in range(num_pages))
+        read = partial(_image, max_pixels=max_pixels) if as_images else _text
+        return list(_within(map(read, pages)))
+    except pypdfium2.PdfiumError as problem:
+        if getattr(problem, "err_code", None) == PASSWORD:
+            raise RefusedError("The PDF file is encrypted with a password.") from None
+        raise RefusedError("The PDF file is truncated or damaged.") from None
+
+
+def _within(pages: Iterator[str]) -> Iterator[str]:
+    left = MOST_CHARS * 4
+    for page in pages:
+        left -= len(page)
+        if left < 0:
+            raise RefusedError("The pages of the PDF file are too large together.")
+        yield page
+
+
+def _image(page: Any, max_pixels: int) -> str:
+    """Return a page as a PNG file in base64."""
+    width, height = page.get_size()
+    room = math.sqrt(max_pixels / max(1.0, width * height)) * ROUNDING
+    scale = min(SCALE, SIDE / max(1.0, width, height), room)
+    content = io.BytesIO()
+    page.render(scale=scale, may_draw_forms=False).to_pil().convert("RGB").save(content, "PNG")
+    page.close()
+    return b64encode(content.getvalue()).decode()
+
+
+def _text(page: Any) -> str:
+    """Return the text layer of a page."""
+    text = page.get_textpage()
+    if text.count_chars() > MOST_CHARS:
+        raise RefusedError("The PDF file has too much text.")
+    # Half a surrogate pair is no character.
+    words = text.get_text_range().encode("utf-8", "replace").decode()
+    page.close()
+    return words.replace("\r\n", "\n").strip()
+
+
+if __name__ == "__main__":
+    main()
