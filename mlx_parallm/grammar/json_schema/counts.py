@@ -40,7 +40,7 @@ def counted(schema: Schema) -> list[Any]:
         most = math.inf
     if least <= 0:
         schema.pop("minProperties", None)
-    wanted = _subsets(optional, least, most, is_closed=is_closed)
+    wanted = _subsets(optional, least, most, fixed=fixed, is_closed=is_closed)
     if wanted is None or most < 0:
         return []
     schema.pop("minProperties", None)
@@ -48,8 +48,13 @@ def counted(schema: Schema) -> list[Any]:
     return wanted
 
 
-def _subsets(optional: list[str], least: int, most: float, *, is_closed: bool) -> list[Any] | None:
-    """Return what to match besides; None if llguidance does it, or it would be too much."""
+def _subsets(
+    optional: list[str], least: int, most: float, *, fixed: int, is_closed: bool
+) -> list[Any] | None:
+    """Return what to match besides; None if llguidance does it, or it would be too much.
+
+    ``least`` and ``most`` count properties besides the ``fixed`` ones, which are required.
+    """
     if least <= 0 and most == math.inf:
         return []
     if is_closed and most == math.inf:
@@ -58,7 +63,7 @@ def _subsets(optional: list[str], least: int, most: float, *, is_closed: bool) -
         return _some(optional, len(optional) - int(most), _without)
     if most == math.inf and least == 1:
         named = [{"required": [name]} for name in optional]
-        return [{"anyOf": [*named, _without(optional) | {"minProperties": 1}]}]
+        return [{"anyOf": [*named, _without(optional) | {"minProperties": fixed + 1}]}]
     return None
 
 

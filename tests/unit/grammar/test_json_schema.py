@@ -271,6 +271,45 @@ def test_properties_keep_their_order() -> None:
     assert accepts(schema, [{"z": 1, "a": 1}, {"a": 1, "z": 1}]) == [True, False]
 
 
+COUNTED: list[Any] = [
+    dict.fromkeys(names, 1)
+    for count in range(5)
+    for names in itertools.combinations(["a", "b", "c", "d"], count)
+]
+
+
+@pytest.mark.parametrize("required", [[], ["a"], ["c"], ["a", "c"], ["c", "d"]], ids=str)
+@pytest.mark.parametrize("rest", [{}, {"additionalProperties": False}], ids=["open", "closed"])
+def test_numbers_of_properties_beside_required_ones(
+    required: list[str], rest: dict[str, Any]
+) -> None:
+    """Check that no object passes with too few or too many properties, whatever is required."""
+    num_accepted = 0
+    for least, most in itertools.product([None, 0, 1, 2, 3], [None, 0, 1, 2, 3]):
+        bounds = {"minProperties": least, "maxProperties": most}
+        kept = {key: value for key, value in bounds.items() if value is not None}
+        schema = {
+            "type": "object",
+            "properties": {"a": INTEGER, "b": INTEGER},
+            "required": required,
+            **rest,
+            **kept,
+        }
+        try:
+            accepted = accepts(schema, COUNTED)
+        except InvalidRequestError:
+            continue
+        validator = jsonschema.Draft202012Validator(schema)
+        wrong = [
+            value
+            for value, is_accepted in zip(COUNTED, accepted, strict=True)
+            if is_accepted and not validator.is_valid(value)
+        ]
+        assert wrong == [], schema
+        num_accepted += sum(accepted)
+    assert num_accepted or (rest and not {"a", "b"}.issuperset(required))
+
+
 def leaves() -> st.SearchStrategy[Any]:
     return st.sampled_from(
         [
