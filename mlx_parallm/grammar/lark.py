@@ -32,12 +32,19 @@ SpecialTokens = Mapping[str, int]
 
 
 def json_schema_grammar(schema: str, *, lenient: bool) -> dict[str, Any]:
-    """Return a schema's llguidance grammar; ``lenient`` drops unsupported keywords."""
-    text = LLMatcher.grammar_from_json_schema(
-        json.dumps(rewritten(json.loads(schema)), ensure_ascii=False),
-        defaults={"whitespace_pattern": WHITESPACE},
-        overrides={"lenient": lenient},
-    )
+    """Return a schema's llguidance grammar; ``lenient`` drops unsupported keywords.
+
+    Raises:
+        InvalidRequestError: llguidance cannot read it.
+    """
+    try:
+        text = LLMatcher.grammar_from_json_schema(
+            json.dumps(rewritten(json.loads(schema)), ensure_ascii=False),
+            defaults={"whitespace_pattern": WHITESPACE},
+            overrides={"lenient": lenient},
+        )
+    except ValueError as error:
+        raise InvalidRequestError(f"The schema cannot be used: {error}") from error
     grammar = json.loads(text)["grammars"][0]
     options = grammar["json_schema"]["x-guidance"]
     # llguidance ignores whitespace_flexible where there is a pattern.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from mlx_parallm.grammar.json_schema.document import Schema
+from mlx_parallm.grammar.json_schema.keywords import Schema
 from mlx_parallm.types.json_values import is_object, is_text_list
 
 # MAX_SUBSETS of properties that are written out.

@@ -283,7 +283,7 @@ def kind_of(value: Any) -> str:
         case str():
             return "string"
         case int() | float():
-            return "integer" if value == int(value) else "fraction"
+            return "integer" if isinstance(value, int) or value.is_integer() else "fraction"
         case list():
             return "array"
         case _:

@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
+from mlx_parallm.grammar.json_schema.keywords import Schema, children
+from mlx_parallm.grammar.json_schema.well_formed import is_well_formed
 from mlx_parallm.types.json_values import is_list, is_object
 
-Schema = dict[str, Any]
-
-# MAPS, LISTS and SINGLES: keywords with schemas by name, in order, and alone.
-MAPS = frozenset(["$defs", "definitions", "dependentSchemas", "patternProperties", "properties"])
-LISTS = frozenset(["allOf", "anyOf", "oneOf", "prefixItems"])
-SINGLES = frozenset(
-    {"additionalItems", "additionalProperties", "contains", "else", "if", "items", "not"}
-    | {"propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"}
-)
-#: ``ANNOTATIONS``: keywords that restrict nothing.
-ANNOTATIONS = frozenset(
-    {"$anchor", "$comment", "$defs", "$id", "$schema", "$vocabulary", "contentEncoding"}
-    | {"contentMediaType", "contentSchema", "default", "definitions", "deprecated", "description"}
-    | {"examples", "format", "id", "readOnly", "title", "writeOnly", "x-guidance"}
-)
 OLD_DRAFTS = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
 # MAX_VISITED: schemas that are visited to find recursive references.
 MAX_VISITED = 100_000
 # MAX_CONJUNCTS: schemas that a value must match together, with those of references.
 MAX_CONJUNCTS = 64
-
-
-def children(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keywords and schemas that stand in a schema, one level down."""
-    if not is_object(schema):
-        return
-    for key, value in schema.items():
-        if key in MAPS or (key == "dependencies" and is_object(value)):
-            parts = value.values() if is_object(value) else ()
-        elif key in LISTS or (key == "items" and is_list(value)):
-            parts = value if is_list(value) else ()
-        else:
-            parts = [value] if key in SINGLES else ()
-        yield from ((key, part) for part in parts if is_object(part) or isinstance(part, bool))
 
 
 class Document:
@@ -50,17 +22,21 @@ class Document:
     Attributes:
         root: the whole schema.
         is_old: True if its draft ignores what stands beside ``$ref``.
+        is_well_formed: True if its keywords have values of their types. The schemas of references
+            always do.
     """
 
     def __init__(self, root: Schema) -> None:
         self.root = root
         self.is_old = any(draft in str(root.get("$schema")) for draft in OLD_DRAFTS)
+        self._known: set[int] = set()
+        self.is_well_formed = is_well_formed(root, self._known)
         self._resolves = not self._has_other_bases()
         self._recursive: dict[str, bool] = {}
         self._num_visited = 0
 
     def target(self, reference: Any) -> Any:
-        """Return the schema of a reference; None if it is no pointer within this document."""
+        """Return the well-formed schema of a reference; None if it leads to none in here."""
         if not isinstance(reference, str) or not self._resolves:
             return None
         if reference != "#" and not reference.startswith("#/"):
@@ -74,7 +50,9 @@ class Document:
                 value = value[int(key)]
             else:
                 return None
-        return value if is_object(value) or isinstance(value, bool) else None
+        is_schema = is_object(value) or isinstance(value, bool)
+        # A pointer may lead to where no schema is expected.
+        return value if is_schema and is_well_formed(value, self._known) else None
 
     def is_recursive(self, reference: str) -> bool:
         """True if a reference leads to a schema that contains the same reference."""
@@ -87,11 +65,19 @@ class Document:
     def conjuncts(self, schema: Any) -> list[Any]:
         """Return schemas without ``$ref`` and ``allOf`` that a value must match together.
 
-        Where a reference cannot be followed there are fewer, so a value that matches all of them
-        may still not match the schema.
+        Unless ``is_whole`` there are fewer, so a value that matches all of them may still not match
+        the schema.
         """
+        return self._conjunction(schema)[0]
+
+    def is_whole(self, schema: Any) -> bool:
+        """True if ``conjuncts`` returns all that a value must match."""
+        return self._conjunction(schema)[1]
+
+    def _conjunction(self, schema: Any) -> tuple[list[Any], bool]:
         parts: list[Any] = []
         waiting, seen = [schema], set[str]()
+        is_whole = True
         while waiting and len(parts) < MAX_CONJUNCTS:
             item = waiting.pop()
             if not is_object(item):
@@ -100,6 +86,7 @@ class Document:
             reference = item.get("$ref")
             if isinstance(reference, str):
                 target = self.target(reference)
+                is_whole = is_whole and target is not None
                 if target is not None and reference not in seen:
                     seen.add(reference)
                     waiting.append(target)
@@ -108,7 +95,7 @@ class Document:
             members = item.get("allOf")
             waiting.extend(reversed(members) if is_list(members) else ())
             parts.append({key: each for key, each in item.items() if key not in ("$ref", "allOf")})
-        return parts
+        return parts, is_whole and not waiting
 
     def _collect(self, schema: Any, seen: set[str]) -> None:
         """Add every reference in a schema, and in those that they lead to."""
@@ -134,8 +121,3 @@ class Document:
                 return True
             waiting.extend(child for _, child in children(item))
         return False
-
-
-def restricts(keywords: Iterable[str]) -> bool:
-    """True if there are keywords besides annotations."""
-    return not ANNOTATIONS.issuperset(keywords)

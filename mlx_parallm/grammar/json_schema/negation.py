@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from mlx_parallm.grammar.json_schema.disjoint import kind_of, kinds_of
-from mlx_parallm.grammar.json_schema.document import ANNOTATIONS, Document, Schema
+from mlx_parallm.grammar.json_schema.document import Document
+from mlx_parallm.grammar.json_schema.keywords import ANNOTATIONS, Schema
 from mlx_parallm.grammar.json_schema.patterns import complement, other_texts
 from mlx_parallm.types.json_values import is_list, is_object, is_text_list
 
@@ -50,6 +51,8 @@ class Negation:
 
         ``is_closed``: the values have no other properties than the names that ``of`` takes.
         """
+        if not self._document.is_whole(schema):
+            return False
         parts = self._document.conjuncts(schema)
         if is_closed:
             parts = [_opened(part) for part in parts]

@@ -10,11 +10,11 @@ import json
 from typing import Any
 
 from mlx_parallm.grammar.json_schema.disjoint import kinds_of
-from mlx_parallm.grammar.json_schema.document import (
+from mlx_parallm.grammar.json_schema.document import Document
+from mlx_parallm.grammar.json_schema.keywords import (
     LISTS,
     MAPS,
     SINGLES,
-    Document,
     Schema,
     children,
     restricts,
@@ -38,8 +38,12 @@ def rewritten(schema: Schema) -> Schema:
     """Return the schema with keywords that llguidance enforces, where that is possible."""
     if not _needs(schema):
         return schema
+    document = Document(schema)
+    # What is malformed is refused by llguidance, which says where it is.
+    if not document.is_well_formed:
+        return schema
     try:
-        result = _Rewriter(Document(schema)).whole()
+        result = _Rewriter(document).whole()
     except (_TooLargeError, RecursionError):
         return schema
     return schema if is_longer(result, MAX_CHARS) else result
@@ -138,7 +142,7 @@ class _Rewriter:
         if len(parts) == 1:
             return parts[0]
         for number, part in enumerate(parts):
-            if "anyOf" in part and self._is_recursive(part):
+            if is_object(part) and "anyOf" in part and self._is_recursive(part):
                 before, after = parts[:number], parts[number + 1 :]
                 return {"anyOf": [{"allOf": [*before, each, *after]} for each in part["anyOf"]]}
         return {"allOf": [self._inlined(part) for part in parts]}

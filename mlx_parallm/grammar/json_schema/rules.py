@@ -9,7 +9,8 @@ from typing import Any
 
 from mlx_parallm.grammar.json_schema.counts import counted
 from mlx_parallm.grammar.json_schema.disjoint import Disjointness
-from mlx_parallm.grammar.json_schema.document import Document, Schema, restricts
+from mlx_parallm.grammar.json_schema.document import Document
+from mlx_parallm.grammar.json_schema.keywords import Schema, restricts
 from mlx_parallm.grammar.json_schema.negation import Negation, any_of
 from mlx_parallm.grammar.json_schema.patterns import ENFORCED, FORMATS, NARROWER
 from mlx_parallm.grammar.json_schema.unique import unique_arrays
@@ -164,7 +165,7 @@ class Rules:
         parts = self._document.conjuncts(schema["propertyNames"])
         named = [_names(part) for part in parts]
         known = [each for each in named if each is not None]
-        if len(known) < len(named):
+        if len(known) < len(named) or not self._document.is_whole(schema["propertyNames"]):
             return []
         del schema["propertyNames"]
         return [each for each in known if each]

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mlx_parallm.grammar.json_schema.disjoint import canonical
-from mlx_parallm.grammar.json_schema.document import Document, Schema
+from mlx_parallm.grammar.json_schema.document import Document
+from mlx_parallm.grammar.json_schema.keywords import Schema
 from mlx_parallm.types.json_values import is_list, is_object
 
 # MAX_ARRAYS that are written out, and MAX_CHARS of all their items.

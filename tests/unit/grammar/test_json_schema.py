@@ -32,6 +32,9 @@ DOG: dict[str, Any] = {
     "required": ["kind"],
 }
 AB = {"properties": {"a": INTEGER, "b": INTEGER}, "additionalProperties": False, "type": "object"}
+# ANCHORED and NESTED_ID: references within them are not followed.
+ANCHORED: dict[str, Any] = {"$defs": {"n": {"$anchor": "name", "minimum": 5, "minLength": 2}}}
+NESTED_ID: dict[str, Any] = {"$defs": {"n": {"$id": "http://x/y", "minimum": 5}}}
 
 
 def accepts(schema: Any, values: list[Any]) -> list[bool]:
@@ -250,6 +253,13 @@ def test_a_keyword_is_enforced(schema: Any, good: list[Any], bad: list[Any]) -> 
         ({"if": {"contains": {"const": 1}}, "then": {"minItems": 2}, "type": "array"}, "if"),
         ({"type": "array", "contains": {"const": 1}}, "contains"),
         ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
+        ({"not": {"$ref": "#name"}, "type": "integer"}, "not"),
+        (ANCHORED | {"not": {"$ref": "#name"}, "type": "object"}, "not"),
+        (ANCHORED | {"propertyNames": {"$ref": "#name"}, "type": "object"}, "propertyNames"),
+        (ANCHORED | {"if": {"$ref": "#name"}, "then": {"required": ["a"]}}, "if"),
+        (ANCHORED | {"oneOf": [{"$ref": "#name"}, {"type": "integer", "minimum": 3}]}, "oneOf"),
+        (NESTED_ID | {"not": {"$ref": "#/$defs/n"}, "type": "integer"}, "not"),
+        ({"not": {"allOf": [{}] * 70 + [{"minimum": 3}]}, "type": "integer"}, "not"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, what: str) -> None:
