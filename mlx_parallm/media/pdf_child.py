@@ -63,7 +63,8 @@ def _bound() -> None:
 
 def _pages(data: bytes, as_images: bool, max_pages: int, max_pixels: int) -> list[str]:
     """Return the pages as images of at most ``max_pixels``, or as texts."""
-    import pypdfium2  # noqa: PLC0415 - the limits hold while it is loaded, too
+    # The limits hold while it is loaded, too.
+    import pypdfium2  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
 
     try:
         document = pypdfium2.PdfDocument(data)

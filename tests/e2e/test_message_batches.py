@@ -68,7 +68,7 @@ def has_ended(batch: MessageBatch) -> bool:
     return batch.processing_status == "ended"
 
 
-def counts_of(batch: MessageBatch) -> dict[str, int]:
+def counts_of(batch: MessageBatch) -> dict[str, Any]:
     return {name: count for name, count in batch.request_counts.to_dict().items() if count}
 
 

@@ -52,7 +52,7 @@ def test_the_text_of_a_file_is_read(
     engine: FakeEngine, client: anthropic.Anthropic, nested: bool
 ) -> None:
     block = document(pdf_of("one", "two")) | {"title": "t"}
-    messages = in_result(block) if nested else [{"role": "user", "content": [block]}]
+    messages: Any = in_result(block) if nested else [{"role": "user", "content": [block]}]
     answer = ask(client, *messages)
     request = engine.submitted.get_nowait()
     assert isinstance(request, GenerateRequest)

@@ -75,7 +75,7 @@ class MessageBatch(BaseModel):
     """A batch of messages; its times are RFC 3339."""
 
     id: str = Field(description="Begins with msgbatch_.")
-    type: Literal["message_batch"] = Field("message_batch", description="What this is.")
+    type: Literal["message_batch"] = Field(default="message_batch", description="What this is.")
     processing_status: Literal["in_progress", "canceling", "ended"] = Field(
         description="Results are there once it is ended."
     )
@@ -102,7 +102,7 @@ class DeletedMessageBatch(BaseModel):
 
     id: str = Field(description="Its id.")
     type: Literal["message_batch_deleted"] = Field(
-        "message_batch_deleted", description="What this is."
+        default="message_batch_deleted", description="What this is."
     )
 
 
