@@ -16,6 +16,7 @@ from mlx_parallm.grammar.lark import (
     LarkBuilder,
     inner_tokens,
     json_schema_grammar,
+    lark_grammar,
     lark_of_either,
     lark_of_gbnf,
     regex_grammar,
@@ -148,9 +149,9 @@ class GrammarCompiler:
             case GrammarKind.GBNF:
                 grammar = {"lark_grammar": lark_of_gbnf(spec.text)}
             case GrammarKind.EITHER:
-                grammar = {"lark_grammar": lark_of_either(spec.text)}
+                grammar = lark_grammar(lark_of_either(spec.text))
             case GrammarKind.LARK:
-                grammar = {"lark_grammar": spec.text}
+                grammar = lark_grammar(spec.text)
         return builder.grammar(builder.other(grammar))
 
 

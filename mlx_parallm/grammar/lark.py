@@ -16,6 +16,7 @@ from llguidance.gbnf_to_lark import any_to_lark, gbnf_to_lark
 
 from mlx_parallm.grammar.json_schema.rewrite import rewritten
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_object
 
 # WHITESPACE between JSON tokens: a single space, or a line break with indentation, as JSON writers
 # put it. Without a bound, a model may write white space until its tokens run out.
@@ -25,6 +26,8 @@ NOTHING = '""'
 # them. Where a text spells an added token (``<think>``), or is changed by the normaliser, these are
 # tokens that its own parser refuses. The model chooses among the spellings instead.
 OPTIONS = '%llguidance {"no_forcing": true}'
+# _RULE_OF_JSON: a rule that is a schema on one line.
+_RULE_OF_JSON = re.compile(r"^(\w+: %json )(\{.*\})$", re.MULTILINE)
 ANY_TEXT = r"/(.|\n)*/"
 
 #: ``SpecialTokens``: ids of texts that are one token, such as ``<tool_call>``.
@@ -39,7 +42,7 @@ def json_schema_grammar(schema: str, *, lenient: bool) -> dict[str, Any]:
     """
     try:
         text = LLMatcher.grammar_from_json_schema(
-            json.dumps(rewritten(json.loads(schema)), ensure_ascii=False),
+            json.dumps(rewritten(json.loads(schema), lenient=lenient), ensure_ascii=False),
             defaults={"whitespace_pattern": WHITESPACE},
             overrides={"lenient": lenient},
         )
@@ -56,6 +59,22 @@ def json_schema_grammar(schema: str, *, lenient: bool) -> dict[str, Any]:
 def regex_grammar(pattern: str) -> dict[str, Any]:
     """Return the llguidance grammar of a regular expression."""
     return json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]
+
+
+def lark_grammar(text: str) -> dict[str, Any]:
+    """Return the llguidance grammar of a text in Lark, with the schemas in its rules rewritten."""
+    return {"lark_grammar": _RULE_OF_JSON.sub(_with_rewritten, text)}
+
+
+def _with_rewritten(rule: re.Match[str]) -> str:
+    """Return a rule whose schema is rewritten; one that is no JSON is left to llguidance."""
+    try:
+        schema = json.loads(rule[2])
+        options = schema.get("x-guidance")
+        lenient = is_object(options) and options.get("lenient") is True
+        return rule[1] + json.dumps(rewritten(schema, lenient=lenient))
+    except (ValueError, RecursionError):
+        return rule[0]
 
 
 def lark_of_gbnf(text: str) -> str:

@@ -15,6 +15,7 @@ from mlx_parallm.grammar.lark import (
     LarkBuilder,
     SpecialTokens,
     json_schema_grammar,
+    lark_grammar,
     lark_of_either,
     regex_grammar,
 )
@@ -99,7 +100,7 @@ class _Reader:
         return self.builder.other(regex_grammar(_text(node, "pattern")))
 
     def _grammar(self, node: Mapping[str, Any]) -> str:
-        return self.builder.other({"lark_grammar": lark_of_either(_text(node, "grammar"))})
+        return self.builder.other(lark_grammar(lark_of_either(_text(node, "grammar"))))
 
     def _any_text(self, _node: Mapping[str, Any]) -> str:
         return self.builder.text_until("")

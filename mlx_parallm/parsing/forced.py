@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mlx_parallm.grammar.json_schema.rewrite import rewritten
 from mlx_parallm.parsing.families.json_array import JSON_ARRAY
 from mlx_parallm.parsing.families.pythonic import LFM2, LLAMA4_PYTHONIC, OLMO3, PYTHONIC
 from mlx_parallm.parsing.formats import CallText, Tool, ToolFormat, tools_of
@@ -78,13 +77,14 @@ def forced_calls(
 def arguments_schema(tool: Tool) -> dict[str, Any]:
     """Return the schema of a tool's arguments as the grammar enforces it: always an object.
 
-    Properties that the schema does not name are forbidden, unless it allows them.
+    Properties that the schema does not name are forbidden, unless it allows them. The grammar's
+    compiler rewrites it, off the event loop.
     """
     schema = {**tool.parameters, "type": "object"}
     if "properties" in schema and not any(key in schema for key in _COMPOSED):
         schema.setdefault("additionalProperties", False)
     schema["x-guidance"] = _WRITTEN if tool.strict else {**_WRITTEN, "lenient": True}
-    return rewritten(schema)
+    return schema
 
 
 def _grammar(

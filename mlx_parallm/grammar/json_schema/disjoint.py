@@ -37,6 +37,8 @@ class Disjointness:
         self._document = document
         self._steps = 0
         self._texts = Comparison(MAX_TEXT_STEPS)
+        # Lists of values that were read, by identity, with what they are by their canonical JSON.
+        self._values: dict[int, tuple[list[Any], dict[str, Any]]] = {}
 
     def is_proven(self, first: Any, second: Any, both: Any = True) -> bool:
         """True if no value matches both, and a third schema; False if that is not known."""
@@ -63,10 +65,10 @@ class Disjointness:
 
     def _alternatives(self, first: Sequence[Any], second: Sequence[Any], depth: int) -> bool:
         """True if no value matches all schemas of both lists."""
-        mine, theirs = self._facts(first), self._facts(second)
-        self._steps += 1 + (len(mine.properties) + len(theirs.properties)) // 8
         if self._steps > MAX_STEPS:
             return False
+        mine, theirs = self._facts(first), self._facts(second)
+        self._steps += 1 + (len(mine.properties) + len(theirs.properties)) // 8
         if self._are_apart(mine, theirs, depth):
             return True
         if depth == 0:
@@ -83,11 +85,24 @@ class Disjointness:
         facts = _Facts(parts)
         for part in parts:
             facts.add(part)
+            for values in _value_lists(part):
+                facts.add_values(self._by_json(values))
+        num_values = len(facts.values or ())
+        self._document.work.spend(16 * len(parts) + len(facts.properties) + num_values // 8)
         return facts
+
+    def _by_json(self, values: list[Any]) -> dict[str, Any]:
+        """Return values by their canonical JSON."""
+        known = self._values.get(id(values))
+        if known is None or known[0] is not values:
+            by_json = {canonical(value): value for value in values}
+            self._document.work.spend(8 * len(values) + sum(map(len, by_json)) // 4)
+            self._values[id(values)] = known = (values, by_json)
+        return known[1]
 
     def _are_apart(self, mine: _Facts, theirs: _Facts, depth: int) -> bool:
         if mine.values is not None and theirs.values is not None:
-            return not mine.values.keys() & theirs.values.keys()
+            return mine.values.keys().isdisjoint(theirs.values)
         for facts, rest in ((mine, theirs), (theirs, mine)):
             if facts.values is not None:
                 return not any(self._fits(value, rest, depth) for value in facts.values.values())
@@ -98,6 +113,7 @@ class Disjointness:
     def _fits(self, value: Any, facts: _Facts, depth: int) -> bool:
         """False if a value surely breaks a rule."""
         kind = kind_of(value)
+        self._document.work.spend(4 + len(facts.schemas))
         if kind not in facts.kinds:
             return False
         if kind in BOUNDS:
@@ -105,6 +121,7 @@ class Disjointness:
             if not low <= len(value) <= high:
                 return False
         if kind == "string":
+            self._document.work.spend(len(value) * len(facts.patterns))
             return all(self._texts.may_match(pattern, value) for pattern in facts.patterns)
         if kind in ("integer", "fraction"):
             low, high = facts.range()
@@ -199,11 +216,6 @@ class _Facts:
             return
         if "type" in part:
             self.kinds &= kinds_of(part["type"])
-        for values in (part.get("enum"), [part["const"]] if "const" in part else None):
-            if is_list(values):
-                own = {canonical(value): value for value in values}
-                both = own if self.values is None else self.values
-                self.values = {key: both[key] for key in both if key in own}
         self._add_object(part)
         if isinstance(part.get("pattern"), str):
             self.patterns.append(part["pattern"])
@@ -211,6 +223,11 @@ class _Facts:
         for key in ("anyOf", "oneOf"):
             if is_list(part.get(key)):
                 self.options.append(part[key])
+
+    def add_values(self, own: dict[str, Any]) -> None:
+        """Keep to values, by their canonical JSON."""
+        both = self.values
+        self.values = own if both is None else {key: both[key] for key in both if key in own}
 
     def _add_object(self, part: dict[str, Any]) -> None:
         required, properties = part.get("required"), part.get("properties")
@@ -258,6 +275,14 @@ def _first_items(part: dict[str, Any]) -> Iterator[Any]:
             return
     if items is not None:
         yield items
+
+
+def _value_lists(part: Any) -> Iterator[list[Any]]:
+    if is_object(part):
+        if is_list(part.get("enum")):
+            yield part["enum"]
+        if "const" in part:
+            yield [part["const"]]
 
 
 def kinds_of(types: Any) -> frozenset[str]:

@@ -7,6 +7,7 @@ from urllib.parse import unquote
 
 from mlx_parallm.grammar.json_schema.keywords import Schema, children
 from mlx_parallm.grammar.json_schema.well_formed import is_well_formed
+from mlx_parallm.grammar.json_schema.work import Work
 from mlx_parallm.types.json_values import is_list, is_object
 
 OLD_DRAFTS = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
@@ -24,10 +25,12 @@ class Document:
         is_old: True if its draft ignores what stands beside ``$ref``.
         is_well_formed: True if its keywords have values of their types. The schemas of references
             always do.
+        work: counts what is done for it.
     """
 
     def __init__(self, root: Schema) -> None:
         self.root = root
+        self.work = Work()
         self.is_old = any(draft in str(root.get("$schema")) for draft in OLD_DRAFTS)
         self._known: set[int] = set()
         self.is_well_formed = is_well_formed(root, self._known)
@@ -80,6 +83,7 @@ class Document:
         is_whole = True
         while waiting and len(parts) < MAX_CONJUNCTS:
             item = waiting.pop()
+            self.work.spend(4 + (len(item) if is_object(item) else 0))
             if not is_object(item):
                 parts.append(item)
                 continue

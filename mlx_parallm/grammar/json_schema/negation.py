@@ -29,6 +29,9 @@ class Negation:
 
     def __init__(self, document: Document) -> None:
         self._document = document
+        # By identity, names and depth: a schema and its alternatives.
+        self._known: dict[tuple[int, tuple[str, ...], int], tuple[Any, list[Any]]] = {}
+        self._exact: dict[tuple[int, bool, int], tuple[Any, bool]] = {}
 
     def of(self, schema: Any, names: Collection[str] = (), depth: int = MAX_DEPTH) -> list[Any]:
         """Return the alternatives to a schema; none if all values match, or they are not known.
@@ -40,29 +43,44 @@ class Negation:
         """
         if depth == 0:
             return []
-        return [
-            alternative
-            for part in self._document.conjuncts(schema)
-            for alternative in self._of_part(part, names, depth - 1)
-        ]
+        key = (id(schema), tuple(names), depth)
+        known = self._known.get(key)
+        if known is None or known[0] is not schema:
+            alternatives = [
+                alternative
+                for part in self._document.conjuncts(schema)
+                for alternative in self._of_part(part, names, depth - 1)
+            ]
+            self._document.work.spend(4 * len(alternatives))
+            self._known[key] = known = (schema, alternatives)
+        return known[1]
 
     def is_exact(self, schema: Any, *, is_closed: bool = False, depth: int = MAX_DEPTH) -> bool:
         """True if every value matches the schema or one of its alternatives.
 
         ``is_closed``: the values have no other properties than the names that ``of`` takes.
         """
-        if not self._document.is_whole(schema):
-            return False
+        key = (id(schema), is_closed, depth)
+        known = self._exact.get(key)
+        if known is None or known[0] is not schema:
+            is_exact = depth > 0 and self._is_exact(schema, is_closed, depth - 1)
+            self._exact[key] = known = (schema, is_exact)
+        return known[1]
+
+    def _is_exact(self, schema: Any, is_closed: bool, depth: int) -> bool:
         parts = self._document.conjuncts(schema)
         if is_closed:
             parts = [_opened(part) for part in parts]
-        return depth > 0 and all(self._is_exact_part(part, depth - 1) for part in parts)
+        return self._document.is_whole(schema) and all(
+            self._is_exact_part(part, depth) for part in parts
+        )
 
     def _of_part(self, part: Any, names: Collection[str], depth: int) -> Iterator[Any]:
         if not is_object(part):
             yield from [True] if part is False else []
             return
         for key, value in part.items():
+            self._document.work.spend(_num_steps(value))
             if key in _SIMPLE:
                 yield from _SIMPLE[key](value, part)
         yield from self._of_object(part, names, depth)
@@ -85,6 +103,7 @@ class Negation:
             for other in self.of(schema, (), depth):
                 yield _object_with(name, other)
         if part.get("additionalProperties") is False and not part.get("patternProperties"):
+            self._document.work.spend(len(names))
             for name in names:
                 if name not in properties:
                     yield {"type": "object", "required": [name]}
@@ -103,6 +122,7 @@ class Negation:
         )
 
     def _is_exact_keyword(self, key: str, value: Any, depth: int) -> bool:
+        self._document.work.spend(_num_steps(value))
         match key:
             case "properties" if is_object(value):
                 return all(self.is_exact(each, depth=depth) for each in value.values())
@@ -119,6 +139,12 @@ class Negation:
                 return False
             case _:
                 return key in _SIMPLE or key in ANNOTATIONS or key == "not"
+
+
+def _num_steps(value: Any) -> int:
+    """Return about how long a keyword's value is looked at: texts become expressions."""
+    texts = value if is_list(value) else [value]
+    return 4 * len(texts) + sum(4 * len(each) for each in texts if isinstance(each, str))
 
 
 def _opened(part: Any) -> Any:

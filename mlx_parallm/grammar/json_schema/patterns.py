@@ -33,20 +33,30 @@ def other_texts(
     """
     if sum(map(len, texts)) > MAX_CHARS:
         return None
+    complete = set(texts)
+    # Below these no other text begins.
+    ends = complete if is_prefix else set[str]()
     following: dict[str, set[str]] = {"": set()}
-    for text in texts:
+    for text in complete:
         for end in range(len(text)):
+            if text[:end] in ends:
+                break
             following.setdefault(text[:end], set()).add(text[end])
-        following.setdefault(text, set())
+        else:
+            following.setdefault(text, set())
     any_sign, breaks = (r"(?s:.)", "") if has_breaks else (".", r"\n")
     parts: list[str] = []
+    size = 0
     for prefix, characters in following.items():
-        if is_prefix and any(prefix.startswith(end) for end in texts):
+        if prefix in ends:
             continue
         shown = escaped(prefix)
         others = "".join(sorted(map(escaped, characters))) + breaks
         rest = f"[^{others}]" if characters else any_sign
-        parts += [shown] * (prefix not in texts) + [f"{shown}{rest}{any_sign}*"]
+        parts += [shown] * (prefix not in complete) + [f"{shown}{rest}{any_sign}*"]
+        size += len(parts[-1])
+        if size > MAX_COMPLEMENT_CHARS:
+            return None
     pattern = f"^(?:{'|'.join(parts)})$"
     return pattern if parts and len(pattern) <= MAX_COMPLEMENT_CHARS else None
 

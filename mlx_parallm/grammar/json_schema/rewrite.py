@@ -20,6 +20,7 @@ from mlx_parallm.grammar.json_schema.keywords import (
     restricts,
 )
 from mlx_parallm.grammar.json_schema.rules import Rules
+from mlx_parallm.grammar.json_schema.work import TooMuchWorkError
 from mlx_parallm.grammar.spec import is_longer
 from mlx_parallm.types.json_values import is_list, is_object
 
@@ -34,8 +35,16 @@ REWRITTEN = frozenset(
 )
 
 
-def rewritten(schema: Schema) -> Schema:
-    """Return the schema with keywords that llguidance enforces, where that is possible."""
+def rewritten(schema: Schema, *, lenient: bool = False) -> Schema:
+    """Return the schema with keywords that llguidance enforces, where that is possible.
+
+    Args:
+        schema: the schema.
+        lenient: True if it may stay as it is where that is too much work.
+
+    Raises:
+        TooMuchWorkError: it is too large, and not lenient.
+    """
     if not _needs(schema):
         return schema
     document = Document(schema)
@@ -46,6 +55,10 @@ def rewritten(schema: Schema) -> Schema:
         result = _Rewriter(document).whole()
     except (_TooLargeError, RecursionError):
         return schema
+    except TooMuchWorkError:
+        if lenient:
+            return schema
+        raise
     return schema if is_longer(result, MAX_CHARS) else result
 
 
@@ -101,9 +114,12 @@ class _Rewriter:
             raise _TooLargeError
         if not is_object(schema):
             return schema
+        self._document.work.spend(4 + len(schema))
         plain = self._plain(schema)
         if not is_definition and self._joins_itself(plain):
-            return self._defined(json.dumps(plain), plain)
+            key = json.dumps(plain)
+            self._document.work.spend(len(key) // 64)
+            return self._defined(key, plain)
         return self._descend(self._joined(plain))
 
     def _plain(self, schema: Schema) -> Schema:
@@ -118,6 +134,7 @@ class _Rewriter:
         for key in list(left):
             more: list[Any] = []
             if key in self._rules.by_keyword and key in left:
+                self._document.work.keyword = key
                 more = self._rules.by_keyword[key](left)
             elif key == "allOf" and is_list(left[key]):
                 more = left.pop(key)
@@ -144,6 +161,7 @@ class _Rewriter:
         for number, part in enumerate(parts):
             if is_object(part) and "anyOf" in part and self._is_recursive(part):
                 before, after = parts[:number], parts[number + 1 :]
+                self._document.work.spend(len(parts) * len(part["anyOf"]))
                 return {"anyOf": [{"allOf": [*before, each, *after]} for each in part["anyOf"]]}
         return {"allOf": [self._inlined(part) for part in parts]}
 

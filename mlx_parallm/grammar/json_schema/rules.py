@@ -97,10 +97,12 @@ class Rules:
             if not negated:
                 return []
             choices.append(negated)
-        if _is_much(choices):
+        if self._is_much(choices):
             present = self._distinguished(option, near, rest, names)
-            choices = [present] if present else [sorted(each, key=_size)[:1] for each in choices]
-            if _is_much(choices):
+            choices = (
+                [present] if present else [sorted(each, key=self._size)[:1] for each in choices]
+            )
+            if self._is_much(choices):
                 return None
         return [{"allOf": [option, *map(any_of, choices)]} if choices else option]
 
@@ -124,10 +126,20 @@ class Rules:
         """
         alternatives = self._negation.of(schema, names)
         kept = [each for each in alternatives if not self.disjoint.is_proven(each, rest)]
-        if _is_much([kept]):
-            kept = [each for each in kept if _size(each) <= MAX_CHARS // len(kept)]
+        if self._is_much([kept]):
+            kept = [each for each in kept if self._size(each) <= MAX_CHARS // len(kept)]
         is_closed = self.disjoint.is_closed(rest)
         return kept if kept or self._negation.is_exact(schema, is_closed=is_closed) else None
+
+    def _is_much(self, choices: list[list[Any]]) -> bool:
+        """True if it would take long to keep to one alternative of each list."""
+        is_large = sum(self._size(each) for choice in choices for each in choice) > MAX_CHARS
+        return is_large or math.prod(map(len, choices)) > MAX_PRODUCT
+
+    def _size(self, schema: Any) -> int:
+        size = len(json.dumps(schema))
+        self._document.work.spend(4 + size // 64)
+        return size
 
     def _not(self, schema: Schema) -> list[Any]:
         rest = {key: value for key, value in schema.items() if key != "not"}
@@ -169,16 +181,6 @@ class Rules:
             return []
         del schema["propertyNames"]
         return [each for each in known if each]
-
-
-def _is_much(choices: list[list[Any]]) -> bool:
-    """True if it would take long to keep to one alternative of each list."""
-    is_large = sum(_size(each) for choice in choices for each in choice) > MAX_CHARS
-    return is_large or math.prod(map(len, choices)) > MAX_PRODUCT
-
-
-def _size(schema: Any) -> int:
-    return len(json.dumps(schema))
 
 
 def _without_if(schema: Schema) -> list[Any]:

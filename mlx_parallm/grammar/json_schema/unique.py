@@ -30,6 +30,7 @@ def unique_arrays(schema: Schema, document: Document) -> list[Any] | None:
     if values is None or "prefixItems" in schema or not isinstance(least, int):
         return None
     most = int(min(most, len(values)))
+    document.work.spend(4 * len(values))
     if MAX_ARRAYS * len(json.dumps(values)) > MAX_CHARS:
         return None
     for choose in (itertools.permutations, itertools.combinations):
@@ -37,6 +38,7 @@ def unique_arrays(schema: Schema, document: Document) -> list[Any] | None:
         if sum(count(len(values), length) for length in range(least, most + 1)) <= MAX_ARRAYS:
             lengths = range(least, most + 1)
             arrays = [list(each) for length in lengths for each in choose(values, length)]
+            document.work.spend(len(arrays) + sum(map(len, arrays)) // 8)
             return [{"anyOf": [{"type": _OTHERS}, {"enum": arrays}]}] if arrays else [False]
     return None
 
