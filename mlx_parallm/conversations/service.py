@@ -14,7 +14,7 @@ from mlx_parallm.conversations.chats import ChatStore
 from mlx_parallm.conversations.quota import StoredBytes
 from mlx_parallm.conversations.records import StoredChat
 from mlx_parallm.conversations.responses import ResponseTable
-from mlx_parallm.conversations.store import ConversationStore, duplicate_item
+from mlx_parallm.conversations.store import ConversationStore
 from mlx_parallm.conversations.tables import SCHEMA, bytes_by_owner
 from mlx_parallm.storage import disk
 from mlx_parallm.storage.database import DamagedDatabaseError, Database, set_aside
@@ -138,26 +138,19 @@ class ConversationService:
                 code="conversation_locked",
             )
 
-    async def begin(self, conversation_id: str, owner: str, max_bytes: int) -> ConversationTurn:
-        """Lock a conversation for a response, and read its items.
+    async def begin(self, conversation_id: str, owner: str) -> ConversationTurn:
+        """Lock a conversation for a response.
 
         Raises:
             NotFoundError: the owner has no such conversation.
             InvalidRequestError: a response is being made for it.
-            RequestTooLargeError: its items have more than ``max_bytes``.
             StorageError: the folder cannot be used.
         """
         store = await self.conversations()
         await store.get(conversation_id, owner)
         self.check_unlocked(conversation_id)
         self._locked.add(conversation_id)
-        turn = ConversationTurn(self, store, conversation_id, owner)
-        try:
-            turn.items = await store.items(conversation_id, owner, max_bytes)
-        except BaseException:
-            turn.release()
-            raise
-        return turn
+        return ConversationTurn(self, store, conversation_id, owner)
 
     def unlock(self, conversation_id: str) -> None:
         """Let others change a conversation again."""
@@ -197,7 +190,6 @@ class ConversationTurn:
 
     Attributes:
         conversation_id: the conversation.
-        items: in their order.
     """
 
     def __init__(
@@ -208,19 +200,10 @@ class ConversationTurn:
         owner: str,
     ) -> None:
         self.conversation_id = conversation_id
-        self.items: list[dict[str, Any]] = []
         self._service = service
         self._store = store
         self._owner = owner
         self._is_released = False
-
-    def check_new(self, items: Sequence[dict[str, Any]]) -> None:
-        """Raise InvalidRequestError if ``append`` would, because an item is there already."""
-        known = {item["id"] for item in self.items}
-        for item in items:
-            if item["id"] in known:
-                raise duplicate_item(item["id"])
-            known.add(item["id"])
 
     async def append(self, items: Sequence[dict[str, Any]]) -> None:
         """Store further items; see ``ConversationStore.append``."""

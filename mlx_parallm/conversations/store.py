@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -126,21 +126,26 @@ class ConversationStore:
 
         await finished(self._claimed(record, records, insert))
 
-    async def items(self, conversation_id: str, owner: str, max_bytes: int) -> list[Item]:
-        """Return all items of a conversation in their order.
+    async def size(self, conversation_id: str, owner: str, max_bytes: int) -> int:
+        """Return the bytes of a conversation's items, with what each counts besides its text.
 
         Raises:
             NotFoundError: the owner has no such conversation.
-            RequestTooLargeError: they have more than ``max_bytes``.
+            RequestTooLargeError: they are more than ``max_bytes``.
         """
+
+        def find(db: Connection) -> int:
+            _get(conversation_id, owner, db)
+            return _checked_size(db, conversation_id, max_bytes)
+
+        return await self._database.run(find)
+
+    async def items(self, conversation_id: str, owner: str, max_bytes: int) -> list[Item]:
+        """Return all items of a conversation in their order; see ``size``."""
 
         def find(db: Connection) -> list[ItemRecord]:
             _get(conversation_id, owner, db)
-            if _size(db, conversation_id) > max_bytes:
-                raise RequestTooLargeError(
-                    f"The conversation's items have more than {max_bytes} bytes.",
-                    param="conversation",
-                )
+            _checked_size(db, conversation_id, max_bytes)
             return read(
                 db, ItemRecord, "items WHERE conversation_id = ? ORDER BY id", (conversation_id,)
             )
@@ -214,15 +219,6 @@ class ConversationStore:
             raise
 
 
-def duplicate_item(item_id: str) -> InvalidRequestError:
-    """Return the refusal of an item whose id is in its conversation already."""
-    return InvalidRequestError(
-        f"Duplicate item found with id {item_id[:128]}. Remove duplicate items from your input and "
-        "try again.",
-        param="input",
-    )
-
-
 def _get(conversation_id: str, owner: str, db: Connection) -> ConversationRecord:
     for record in read(db, ConversationRecord, "conversations WHERE id = ?", (conversation_id,)):
         if record.owner == owner:
@@ -241,19 +237,8 @@ def _item(conversation_id: str, item_id: str, owner: str, db: Connection) -> Ite
 
 
 def _item_records(owned: ConversationRecord, items: Sequence[Item]) -> list[ItemRecord]:
-    """Return the records of items, which get their places when they are stored.
-
-    Raises:
-        InvalidRequestError: no path could name an item, because its id is too long or has other
-            characters.
-    """
-    wrong = next((each["id"] for each in items if not ITEM_ID.fullmatch(each["id"])), None)
-    if wrong is not None:
-        raise InvalidRequestError(
-            f"The id {wrong[:64]!r} of an item must have 1 to {MAX_ID} letters, digits, dots, "
-            "colons, hyphens or underscores.",
-            param="input",
-        )
+    """Return the records of items, which get their places when they are stored."""
+    check_ids(items)
     return [
         ItemRecord(
             id="",
@@ -267,12 +252,39 @@ def _item_records(owned: ConversationRecord, items: Sequence[Item]) -> list[Item
     ]
 
 
+def check_ids(items: Sequence[Item], before: Iterable[Item] = ()) -> None:
+    """Refuse items that a conversation which has those ``before`` would not take.
+
+    Raises:
+        InvalidRequestError: an id is there already, or no path could name it, because it is too
+            long or has other characters.
+    """
+    wrong = next((each["id"] for each in items if not ITEM_ID.fullmatch(each["id"])), None)
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"The id {wrong[:64]!r} of an item must have 1 to {MAX_ID} letters, digits, dots, "
+            "colons, hyphens or underscores.",
+            param="input",
+        )
+    seen = {each["id"] for each in before}
+    for item in items:
+        if item["id"] in seen:
+            raise _duplicate(item["id"])
+        seen.add(item["id"])
+
+
+def _duplicate(item_id: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"Duplicate item found with id {item_id[:128]}. Remove duplicate items from your input "
+        "and try again.",
+        param="input",
+    )
+
+
 def _append(db: Connection, conversation_id: str, records: Sequence[ItemRecord]) -> None:
-    seen: set[str] = set()
     for record in records:
-        if record.item_id in seen or _row_id(db, conversation_id, record.item_id):
-            raise duplicate_item(record.item_id)
-        seen.add(record.item_id)
+        if _row_id(db, conversation_id, record.item_id):
+            raise _duplicate(record.item_id)
     last = "SELECT max(id) FROM items WHERE conversation_id = ?"
     (before,) = db.execute(last, (conversation_id,)).fetchone()
     first = 0 if before is None else int(before[-PLACE_DIGITS:]) + 1
@@ -291,3 +303,12 @@ def _size(db: Connection, conversation_id: str) -> int:
     select = "SELECT total(num_bytes) FROM items WHERE conversation_id = ?"
     (size,) = db.execute(select, (conversation_id,)).fetchone()
     return int(size)
+
+
+def _checked_size(db: Connection, conversation_id: str, max_bytes: int) -> int:
+    size = _size(db, conversation_id)
+    if size > max_bytes:
+        raise RequestTooLargeError(
+            f"The conversation's items have more than {max_bytes} bytes.", param="conversation"
+        )
+    return size

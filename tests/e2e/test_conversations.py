@@ -22,8 +22,9 @@ HELLO: Any = {"role": "user", "content": "Hello"}
 CALL: Any = {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"}
 RESULT: Any = {"type": "function_call_output", "call_id": "call_1", "output": "4"}
 LOGPROBS: Any = ["message.output_text.logprobs"]
-# MAX_BYTES: of conversations; MAX_ITEM_BYTES: of the items that a response reads.
-MAX_BYTES, MAX_ITEM_BYTES = 32 << 10, 9 << 10
+# MAX_BYTES: of conversations; MAX_ITEM_BYTES: of the items that a response reads; MAX_KEY_BYTES: of
+# what a key's requests hold together.
+MAX_BYTES, MAX_ITEM_BYTES, MAX_KEY_BYTES = 32 << 10, 9 << 10, 9 << 10
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeEngin
         data_dir=str(tmp_path_factory.mktemp("data")),
         max_conversations_bytes=MAX_BYTES,
         max_body_bytes=MAX_ITEM_BYTES,
+        max_client_body_bytes=MAX_KEY_BYTES,
         max_picture_body_bytes=0,
     )
     with serve_fake(engine, config) as url:
@@ -266,6 +268,31 @@ def test_without_room_nothing_is_added(
     client.conversations.delete(first.id)
 
 
+def test_what_a_request_reads_counts_for_its_key(
+    engine: FakeEngine, url: str, client: openai.OpenAI
+) -> None:
+    item: Any = {"role": "user", "content": "x" * 4000}
+    first, second = (client.conversations.create(items=[item]).id for _ in range(2))
+    engine.script = hang(after="he")
+    with client.responses.create(
+        model="alias", input="hi", conversation=first, stream=True
+    ) as stream:
+        next(iter(stream))
+        for path in ("/input_tokens", "", "/compact"):
+            body = {"model": "alias", "input": "hi", "conversation": second}
+            refused = call(url, "POST", RESPONSES + path, json=body)
+            assert refused.status_code == 429, refused.text
+            assert "--max-body-bytes-per-key" in refused.text
+        # What has no model reads no conversation.
+        assert respond(url, second, model="none").status_code == 404
+    engine.aborted.get()
+    engine.script = write("hello")
+    while not (answer := respond(url, second)).is_success:
+        assert answer.status_code == 429
+    for name in (first, second):
+        client.conversations.delete(name)
+
+
 def test_others_see_nothing(url: str, conversation: str) -> None:
     path = f"{CONVERSATIONS}/{conversation}"
     item = call(url, "GET", f"{path}/items").json()["data"][0]["id"]
@@ -309,13 +336,13 @@ def test_a_bad_field_is_named(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_item_that_is_there_is_refused_before_anything_is_generated(
+def test_an_item_that_cannot_be_added_is_refused_before_anything_is_generated(
     engine: FakeEngine, url: str, client: openai.OpenAI, conversation: str, stream: bool
 ) -> None:
     (item,) = client.conversations.items.list(conversation).data
     twice: Any = {"id": "msg_1", **HELLO}
-    for repeated in ([item.to_dict()], [twice, twice]):
-        answer = respond(url, conversation, input=repeated, stream=stream)
+    for refused in ([item.to_dict()], [twice, twice], [HELLO | {"id": "a/b"}]):
+        answer = respond(url, conversation, input=refused, stream=stream)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
     assert engine.submitted.empty()
 

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from mlx_parallm.server_config import IN_MEMORY, ON_DISK, ServerConfig
+from mlx_parallm.types.errors import StorageError
 from tests.fake_engine import FakeEngine, hang, serve_fake, write
 
 MAX_RESPONSES = 4
@@ -81,6 +82,28 @@ def test_what_is_gone_stays_gone(tmp_path: Path) -> None:
     with serving(tmp_path) as client:
         present = [name for name in (*names, unstored) if has(client, name)]
         assert present == [names[2], kept]
+
+
+def test_a_conversation_has_what_a_saved_response_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StorageError("full")
+
+    with serving(tmp_path) as client:
+        conversation = client.conversations.create().id
+        names: list[str] = []
+        for part in ("responses.ResponseTable.keep", "store.ConversationStore.append"):
+            with monkeypatch.context() as patch:
+                patch.setattr(f"mlx_parallm.conversations.{part}", refuse)
+                created, *_, last = create(client, conversation=conversation, stream=True)
+                assert last.type == "response.failed"
+                names.append(created.response.id)
+        assert client.conversations.items.list(conversation).data == []
+        names.append(create(client, conversation=conversation).id)
+        assert len(client.conversations.items.list(conversation).data) == 2
+    with serving(tmp_path) as client:
+        assert [has(client, name) for name in names] == [False, False, True]
 
 
 def test_in_memory_nothing_is_saved(tmp_path: Path) -> None:

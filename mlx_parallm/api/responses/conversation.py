@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 from fastapi import Request
 
+from mlx_parallm.api.http.body_budget import held_body
 from mlx_parallm.api.responses.items import Item
 from mlx_parallm.api.responses.output import COMPLETED, INCOMPLETE
 from mlx_parallm.api.responses.schema import ResponsesInput
@@ -16,6 +19,13 @@ from mlx_parallm.types.errors import InvalidRequestError
 
 # ADDED: the states of responses whose items are added to their conversation.
 ADDED = (COMPLETED, INCOMPLETE)
+
+
+class History(NamedTuple):
+    """The items of a conversation, and what they count."""
+
+    items: Sequence[Item] = ()
+    num_bytes: int = 0
 
 
 def conversations_of(request: Request) -> ConversationService:
@@ -30,26 +40,39 @@ def conversations_of(request: Request) -> ConversationService:
     return service
 
 
-async def begin_turn(body: ResponsesInput, prelude: Prelude) -> ConversationTurn | None:
-    """Lock the conversation of a body until its response has ended; None if it has none.
+async def begin_turn(
+    body: ResponsesInput, prelude: Prelude, stack: ExitStack
+) -> ConversationTurn | None:
+    """Lock the conversation of a body until ``stack`` is closed; None if it has none.
 
     Raises:
         NotFoundError: the client has no such conversation.
         InvalidRequestError: another response is made for it, or no conversations are kept.
-        RequestTooLargeError: its items are larger than a body may be.
     """
     if body.conversation_id is None:
         return None
     service = conversations_of(prelude.request)
-    return await service.begin(body.conversation_id, prelude.client, max_bytes(prelude.config))
+    turn = await service.begin(body.conversation_id, prelude.client)
+    stack.callback(turn.release)
+    return turn
 
 
-async def read_history(body: ResponsesInput, prelude: Prelude) -> list[Item]:
-    """Return the items of a body's conversation, which stays unlocked; see ``begin_turn``."""
+async def read_history(body: ResponsesInput, prelude: Prelude) -> History:
+    """Return the items of a body's conversation, which count as the body does from then on.
+
+    Raises:
+        NotFoundError: the client has no such conversation.
+        InvalidRequestError: no conversations are kept.
+        RequestTooLargeError: the items are larger than a body may be.
+        OverloadedError: the client's requests take too much memory.
+    """
     if body.conversation_id is None:
-        return []
+        return History()
     store = await conversations_of(prelude.request).conversations()
-    return await store.items(body.conversation_id, prelude.client, max_bytes(prelude.config))
+    conversation = body.conversation_id, prelude.client, max_bytes(prelude.config)
+    num_bytes = await store.size(*conversation)
+    held_body(prelude.request.scope).expand(num_bytes)
+    return History(await store.items(*conversation), num_bytes)
 
 
 async def end_turn(turn: ConversationTurn, items: list[Item], response: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_tur
 from mlx_parallm.api.turns.sources import num_prompt_tokens
 from mlx_parallm.api.turns.stream import NAMED_EVENTS, StreamForm, respond
 from mlx_parallm.api.turns.truncation import prepare_fitting
-from mlx_parallm.conversations.service import ConversationTurn
+from mlx_parallm.conversations.store import check_ids
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.token_limit import ANY_LENGTH
 
@@ -66,35 +66,33 @@ async def create_response(
         body.check_message()
     if body.background and INTERNAL_CALLER in prelude.request.scope:
         raise InvalidRequestError("A batch is in the background already.", param="background")
-    turn = await begin_turn(body, prelude)
     with ExitStack() as stack:
-        if turn is not None:
-            stack.callback(turn.release)
-        return await _create(body, prelude, responses, turn, stack)
+        return await _create(body, prelude, responses, stack)
 
 
 async def _create(
     body: ResponsesRequest,
     prelude: Prelude,
     responses: ResponseService,
-    turn: ConversationTurn | None,
     stack: ExitStack,
 ) -> Response:
     """Answer a body; what ``stack`` has is done once the generation has ended."""
     memory: ConnectionMemory | None = prelude.request.scope.get(MEMORY)
     admitted = await prelude.admit(body.model, takes_sources=True)
+    turn = await begin_turn(body, prelude, stack)
+    history = await read_history(body, prelude)
     raw_items = await prelude.on_body(lambda: responses.items(body, prelude.client))
     items = [item for item in raw_items if item["type"] != TRIGGER]
     is_summary = len(items) < len(raw_items)
     if turn is not None:
-        turn.check_new(items)
+        check_ids(items, history.items)
     entry = responses.entry(
         body,
         items,
         response_id=f"resp_{uuid.uuid4().hex}",
         client=prelude.client,
         num_bytes=len(await prelude.request.body()),
-        history=() if turn is None else turn.items,
+        history=history,
         memory=memory,
     )
     tools = response_tools(body.tools)
@@ -104,11 +102,14 @@ async def _create(
         prepared = await _prepare(body, tools, entry, admitted)
 
     async def keep(response: dict[str, Any]) -> None:
-        if turn is not None:
-            await end_turn(turn, items, response)
-        if body.store:
-            # What is evicted at once is deleted after it was saved.
-            await responses.save(entry, response)
+        with ExitStack() as undo:
+            if body.store:
+                # What is evicted at once is deleted after it was saved.
+                await responses.save(entry, response)
+                undo.callback(responses.drop_saved, entry)
+            if turn is not None:
+                await end_turn(turn, items, response)
+            undo.pop_all()
         if not body.background:
             responses.keep(entry, response, is_stored=body.store, memory=memory)
 

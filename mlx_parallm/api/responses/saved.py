@@ -27,7 +27,7 @@ class SavedResponses:
         self._store = store
         self._folder = folder
         self._table: ResponseTable | None = None
-        store.on_removed = self._drop
+        store.on_removed = self.drop
 
     async def restore(self) -> None:
         """Give the store the responses of earlier servers, if the folder can be read."""
@@ -56,7 +56,8 @@ class SavedResponses:
         self._table = await self._folder.responses()
         return self._table
 
-    def _drop(self, entry: StoredResponse) -> None:
+    def drop(self, entry: StoredResponse) -> None:
+        """Delete the copy of a response soon."""
         if self._table is not None:
             self._table.drop(entry.id)
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from mlx_parallm.api.responses.answer import ResponseAnswer
+from mlx_parallm.api.responses.conversation import History
 from mlx_parallm.api.responses.items import Item, check_outputs, input_items
 from mlx_parallm.api.responses.jobs import BackgroundJob
 from mlx_parallm.api.responses.saved import SavedResponses
@@ -43,6 +44,11 @@ class ResponseService:
         if self._saved is not None:
             await self._saved.save(entry, response)
 
+    def drop_saved(self, entry: StoredResponse) -> None:
+        """Delete the copy of a response that was saved and is not kept."""
+        if self._saved is not None:
+            self._saved.drop(entry)
+
     def items(self, body: ResponsesInput, client: str) -> list[Item]:
         """Return the items of a body's own input. It may be called from any thread.
 
@@ -63,7 +69,7 @@ class ResponseService:
         response_id: str,
         client: str,
         num_bytes: int = 0,
-        history: Sequence[Item] = (),
+        history: History,
         memory: ConnectionMemory | None = None,
     ) -> StoredResponse:
         """Return a response to be made, with the input of a body and what came before it.
@@ -74,7 +80,7 @@ class ResponseService:
             response_id: of the response.
             client: whose it is.
             num_bytes: the length of the body.
-            history: items of the body's conversation.
+            history: of the body's conversation.
             memory: what its connection remembers; None if it remembers nothing.
 
         Raises:
@@ -87,9 +93,9 @@ class ResponseService:
             before = before or self._before(body.previous_response_id, client)
             items = [*before.conversation(), *items]
             num_bytes += before.num_bytes
-        elif history:
-            items = [*history, *items]
-            num_bytes += _num_bytes(history)
+        else:
+            items = [*history.items, *items]
+            num_bytes += history.num_bytes
         check_outputs(items, body.input)
         return StoredResponse(id=response_id, client=client, items=items, num_bytes=num_bytes)
 

@@ -69,6 +69,17 @@ async def test_items_keep_their_order_over_a_restart(tmp_path: Path) -> None:
     await service.stop()
 
 
+async def test_large_conversations_are_not_read(service: ConversationService) -> None:
+    store = await service.conversations()
+    conversation = (await store.create("a", {}, [item("x"), item("y")])).id
+    size = await store.size(conversation, "a", QUOTA)
+    assert size > 2 * CHARGE
+    assert len(await store.items(conversation, "a", size)) == 2
+    for work in (store.size, store.items):
+        with pytest.raises(RequestTooLargeError, match="conversation's items"):
+            await work(conversation, "a", size - 1)
+
+
 async def test_pages_go_through_all_items_in_both_orders(service: ConversationService) -> None:
     store = await service.conversations()
     wanted = [f"i{number}" for number in range(7)]
@@ -127,10 +138,11 @@ async def test_others_have_nothing(service: ConversationService) -> None:
         store.delete(conversation, "b"),
         store.append(conversation, "b", [item("y")]),
         store.items(conversation, "b", QUOTA),
+        store.size(conversation, "b", QUOTA),
         store.list(conversation, "b", limit=1),
         store.item(conversation, "x", "b"),
         store.delete_item(conversation, "x", "b"),
-        service.begin(conversation, "b", QUOTA),
+        service.begin(conversation, "b"),
         chats.get("c", "c"),
         chats.update("c", "c", {}),
         chats.delete("c", "c"),
@@ -204,21 +216,18 @@ async def test_chats_are_found_by_model_and_metadata(service: ConversationServic
 async def test_a_conversation_has_one_response_at_a_time(service: ConversationService) -> None:
     store = await service.conversations()
     conversation = (await store.create("a", {}, [item("x")])).id
-    with pytest.raises(RequestTooLargeError):
-        await service.begin(conversation, "a", 1)
-    turn = await service.begin(conversation, "a", QUOTA)
-    assert names(turn.items) == ["x"]
+    turn = await service.begin(conversation, "a")
     with pytest.raises(InvalidRequestError, match="Another process") as locked:
-        await service.begin(conversation, "a", QUOTA)
+        await service.begin(conversation, "a")
     assert locked.value.code == "conversation_locked"
     await turn.append([item("y")])
     turn.release()
-    other = await service.begin(conversation, "a", QUOTA)
-    assert names(other.items) == ["x", "y"]
+    assert names(await store.items(conversation, "a", QUOTA)) == ["x", "y"]
+    await service.begin(conversation, "a")
     # The turn before ends twice, the second time during another one.
     turn.release()
     with pytest.raises(InvalidRequestError, match="Another process"):
-        await service.begin(conversation, "a", QUOTA)
+        await service.begin(conversation, "a")
 
 
 @pytest.mark.parametrize("name", ["", "a\0b", "a/b", "a b", "a?b", "\u00e4", "x" * 129])
