@@ -14,6 +14,7 @@ from mlx_parallm.audio.windows import (
     WINDOW_FRAMES,
     Segment,
     Thresholds,
+    Verdict,
     compression_ratio,
     judged,
     segments_of,
@@ -105,6 +106,42 @@ class Window:
     no_speech: float
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A window's text at a temperature.
+
+    Attributes:
+        heard: its tokens.
+        temperature: see ``Window``.
+        mean_logprob: likewise.
+        compression_ratio: likewise.
+        no_speech: likewise.
+        verdict: whether it is to be chosen anew, or there is none.
+    """
+
+    heard: Heard
+    temperature: float
+    mean_logprob: float
+    compression_ratio: float
+    no_speech: float
+    verdict: Verdict
+
+    def window(self, segments: Sequence[Segment], first_frame: int, end_id: int) -> Window:
+        """Return the window that has this text; text has no ids from ``end_id`` on."""
+        pairs = zip(self.heard.token_ids, self.heard.logprobs, strict=True)
+        texts = [(token_id, logprob) for token_id, logprob in pairs if token_id < end_id]
+        return Window(
+            segments=segments,
+            text_ids=tuple(token_id for token_id, _ in texts),
+            logprobs=tuple(logprob for _, logprob in texts),
+            first_frame=first_frame,
+            temperature=self.temperature,
+            mean_logprob=self.mean_logprob,
+            compression_ratio=self.compression_ratio,
+            no_speech=self.no_speech,
+        )
+
+
 @dataclass(slots=True)
 class Counts:
     """The tokens of all requests of a recording."""
@@ -170,41 +207,35 @@ class Transcriber:
         self, source: ModelInput, first: int, length: int, no_speech: float
     ) -> tuple[Window, int]:
         """Return a window's texts, and by how many frames the next window is later."""
+        *doubtful, last = self._task.temperatures
+        for temperature in doubtful:
+            attempt = await self._attempt(source, temperature, no_speech)
+            if not attempt.verdict.is_doubted:
+                break
+            # Nobody speaks, or somebody does, whatever the temperature.
+            no_speech = attempt.no_speech
+        else:
+            attempt = await self._attempt(source, last, no_speech)
+        segments, offset = list[Segment](), length
+        if not attempt.verdict.is_silent:
+            segments, offset = self._segments(attempt.heard, first, length)
+        return attempt.window(segments, first, self._rules.end_id), offset
+
+    async def _attempt(self, source: ModelInput, temperature: float, no_speech: float) -> Attempt:
+        """Return a window's text at a temperature, and what is to be thought of it."""
         task, rules = self._task, self._rules
         prompt = rules.prompt(
             self.language, task.name, has_timestamps=task.has_timestamps, previous=task.previous
         )
-        last = task.temperatures[-1]
-        for temperature in task.temperatures:
-            heard = await self._heard(prompt, source, self._params(len(prompt), temperature))
-            ratio = compression_ratio(heard.token_ids, rules.vocab_size)
-            mean = sum(each.logprob for each in heard.logprobs) / max(1, len(heard.logprobs))
-            limit = task.thresholds.logprob
-            is_guess = limit is not None and mean < limit
-            if math.isnan(no_speech) and (is_guess or task.wants_no_speech):
-                no_speech = await self._listen(source)
-            verdict = judged(task.thresholds, ratio=ratio, mean_logprob=mean, no_speech=no_speech)
-            if not verdict.is_doubted or temperature == last:
-                break
-        segments, offset = list[Segment](), length
-        if not verdict.is_silent:
-            segments, offset = self._segments(heard, first, length)
-        texts = [
-            (token_id, logprob)
-            for token_id, logprob in zip(heard.token_ids, heard.logprobs, strict=True)
-            if token_id < rules.end_id
-        ]
-        window = Window(
-            segments=segments,
-            text_ids=tuple(token_id for token_id, _ in texts),
-            logprobs=tuple(logprob for _, logprob in texts),
-            first_frame=first,
-            temperature=temperature,
-            mean_logprob=mean,
-            compression_ratio=ratio,
-            no_speech=no_speech,
-        )
-        return window, offset
+        heard = await self._heard(prompt, source, self._params(len(prompt), temperature))
+        ratio = compression_ratio(heard.token_ids, rules.vocab_size)
+        mean = sum(each.logprob for each in heard.logprobs) / max(1, len(heard.logprobs))
+        limit = task.thresholds.logprob
+        is_guess = limit is not None and mean < limit
+        if math.isnan(no_speech) and (is_guess or task.wants_no_speech):
+            no_speech = await self._listen(source)
+        verdict = judged(task.thresholds, ratio=ratio, mean_logprob=mean, no_speech=no_speech)
+        return Attempt(heard, temperature, mean, ratio, no_speech, verdict)
 
     def _segments(self, heard: Heard, first: int, length: int) -> tuple[list[Segment], int]:
         """See ``segments_of``; without timestamps a window is one segment."""

@@ -268,7 +268,7 @@ def test_a_broken_body_is_refused(
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("GET", CHAT),
+        ("PUT", CHAT),
         ("DELETE", "/v1/models"),
         ("POST", "/v1/nothing"),
         ("GET", "/v1/models/org/none"),

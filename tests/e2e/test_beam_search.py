@@ -49,6 +49,7 @@ STRUCTURES: dict[str, Any] = {
     "regex": "a*",
     "ebnf": 'root ::= "a"',
     "json_schema": SCHEMA,
+    "grammar": 'root ::= "a"',
 }
 FUNCTION = {"name": "add", "parameters": SCHEMA}
 TOOL = {"type": "function", "function": FUNCTION}

@@ -365,7 +365,11 @@ VALUES: list[Any] = [
 ]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
 @given(st.recursive(leaves(), composed, max_leaves=6))
 def test_every_value_that_a_grammar_accepts_is_valid(schema: dict[str, Any]) -> None:
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def spec_of(case: dict[str, Any], *, is_pending: bool, **params: Any) -> SampleS
     tokens = case["tokens"]
     is_pending = is_pending and bool(tokens)
     return SampleSpec(
-        params=SamplingParams(**{"timestamps": RULE} | params),
+        params=replace(SamplingParams(timestamps=RULE), **params),
         seed=case["seed"],
         position=len(tokens) + 1,
         prompt_ids=[1],
@@ -66,7 +67,7 @@ def test_rows_without_a_rule_stay_and_greedy_rows_choose_by_it() -> None:
         for case in CASES
         for rule in (RULE, None)
     ]
-    tokens = Sampler()(logits, specs).tokens.tolist()
+    tokens: Any = Sampler()(logits, specs).tokens.tolist()
     for place, case in enumerate(CASES):
         own, allowed = logits_of(case), allowed_of(case)
         assert tokens[2 * place] == allowed[int(own[allowed].argmax())]
