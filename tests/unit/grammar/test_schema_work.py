@@ -127,3 +127,18 @@ def test_what_is_no_json_in_a_rule_is_left_to_llguidance() -> None:
     for rest in ("{x}", '{"type": "string"', "{" * 5000 + "}"):
         with pytest.raises(InvalidRequestError):
             COMPILER.compile(specs.context_free(f"start: %json {rest}", kind=GrammarKind.LARK))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_large_schemas_of_tools_are_refused_only_in_strict(
+    strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "MAX_STEPS", STEPS)
+    parameters = {"oneOf": [{"properties": {"a": {"enum": NAMES[:20]}}} for _ in range(32)]}
+    tool = {"name": "f", "parameters": parameters, "strict": strict}
+    spec = specs.context_free(forced_calls(None, [tool], parallel=False).grammar)
+    if strict:
+        with pytest.raises(InvalidRequestError, match="too large"):
+            COMPILER.compile(spec)
+    else:
+        assert COMPILER.compile(spec)
