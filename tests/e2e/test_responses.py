@@ -12,6 +12,7 @@ import openai
 import pytest
 from openai.types import responses
 
+from mlx_parallm.api.responses.items import unsealed
 from mlx_parallm.api.responses.schema import Includable
 from mlx_parallm.generation.event_stream import EventStream
 from mlx_parallm.server_config import ServerConfig
@@ -406,6 +407,41 @@ def test_pages_of_input_items(client: openai.OpenAI) -> None:
         assert "".join(item.content[0].text for item in page) == texts  # type: ignore[union-attr]
     with pytest.raises(openai.BadRequestError):
         client.responses.input_items.list(answer.id, after="no")
+
+
+def test_stored_items_show_what_is_included(url: str) -> None:
+    thought = {"type": "reasoning", "summary": [],
+               "content": [{"type": "reasoning_text", "text": "hm"}]}  # fmt: skip
+    logprobs, secret = "message.output_text.logprobs", "reasoning.encrypted_content"
+    first = post(url, include=[logprobs], input=[thought, {"role": "user", "content": "hi"}])
+    second = post(url, previous_response_id=first["id"])
+
+    def parts(name: str, query: str) -> tuple[bool, bool]:
+        items = call(url, "GET", f"/{name}/input_items?{query}").json()["data"]
+        said = next(item for item in items if item.get("role") == "assistant")
+        (hidden,) = (item for item in items if item["type"] == "reasoning")
+        return bool(said["content"][0]["logprobs"]), bool(hidden["encrypted_content"])
+
+    for query, wanted in (
+        ("", (False, False)),
+        (f"include={logprobs}", (True, False)),
+        (f"include[]={logprobs}&include[]={secret}", (True, True)),
+    ):
+        assert parts(second["id"], query) == wanted
+    for name in ("include", "include[]"):
+        for path in ("?", "?stream=true&", "/input_items?"):
+            refused = call(url, "GET", f"/{first['id']}{path}{name}=all")
+            assert refused.status_code == 400, refused.text
+    assert call(url, "GET", f"/{first['id']}").json() == first
+
+
+def test_a_response_shows_its_reasoning_if_that_is_included(engine: FakeEngine, url: str) -> None:
+    engine.script = write("<think>\nso\n</think>\n\nhello")
+    made = post(url)
+    path = f"/{made['id']}?include=reasoning.encrypted_content"
+    (item, _) = call(url, "GET", path).json()["output"]
+    assert "encrypted_content" not in made["output"][0]
+    assert unsealed(item["encrypted_content"]) == item["content"][0]["text"]
 
 
 def test_a_response_in_the_background_can_be_read_again(engine: FakeEngine, url: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import Depends, Query
+from fastapi import Query
 from pydantic import BaseModel, Field
 
 from mlx_parallm.api.conversations.dependencies import ConversationsDep
@@ -15,9 +15,9 @@ from mlx_parallm.api.http.dependencies import ClientDep
 from mlx_parallm.api.http.forms import Metadata, NullIsAbsent
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.api.responses.include import IncludeDep, shown
 from mlx_parallm.api.responses.items import TRIGGER, Item, input_items
 from mlx_parallm.api.responses.routes import ResponsesDep
-from mlx_parallm.api.responses.schema import ENCRYPTED_REASONING, LOGPROBS, Includable
 from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.turns.prelude import PreludeDep
 from mlx_parallm.conversations.records import ConversationRecord
@@ -27,25 +27,6 @@ routes = Routes(CHAT, body_limit=INPUT, short=True)
 # MAX_ITEMS: items of a body, as at OpenAI.
 MAX_ITEMS = 20
 Items = Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)]
-
-
-async def get_include(
-    include: Annotated[
-        list[Includable] | None,
-        Query(
-            description=f"Further parts of the items: {LOGPROBS}, {ENCRYPTED_REASONING}; others "
-            "have no effect."
-        ),
-    ] = None,
-    include_too: Annotated[
-        list[Includable] | None, Query(alias="include[]", description="The same.")
-    ] = None,
-) -> Sequence[str]:
-    """Return the parts that a query includes; OpenAI's SDK writes brackets behind the name."""
-    return [*(include or ()), *(include_too or ())]
-
-
-IncludeDep = Annotated[Sequence[str], Depends(get_include)]
 
 
 class CreateConversation(NullIsAbsent):
@@ -187,20 +168,6 @@ def conversation_object(record: ConversationRecord) -> dict[str, Any]:
         "created_at": record.created_at,
         "metadata": record.metadata,
     }
-
-
-def shown(item: Item, include: Sequence[str]) -> Item:
-    """Return an item without the parts that a request does not include."""
-    if "encrypted_content" in item and item["type"] == "reasoning":
-        secret = item["encrypted_content"] if ENCRYPTED_REASONING in include else None
-        return item | {"encrypted_content": secret}
-    if item["type"] == "message" and LOGPROBS not in include:
-        return item | {"content": [_without_logprobs(part) for part in item["content"]]}
-    return item
-
-
-def _without_logprobs(part: Item) -> Item:
-    return part | {"logprobs": []} if part["type"] == "output_text" else part
 
 
 def _items(content: list[Item], responses: ResponseService, client: str) -> list[Item]:

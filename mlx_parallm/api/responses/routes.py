@@ -23,6 +23,7 @@ from mlx_parallm.api.http.websocket import SocketResponse, check_handshake
 from mlx_parallm.api.responses.answer import ResponseAnswer
 from mlx_parallm.api.responses.compaction import CompactionAnswer, prepare_summary, summary_turn
 from mlx_parallm.api.responses.conversation import begin_turn, end_turn, read_history
+from mlx_parallm.api.responses.include import IncludeDep, shown, with_reasoning
 from mlx_parallm.api.responses.items import TRIGGER, placed_images
 from mlx_parallm.api.responses.request import FIELDS, input_turn, response_turn
 from mlx_parallm.api.responses.schema import (
@@ -200,13 +201,19 @@ async def retrieve_response(
     response_id: str,
     prelude: PreludeDep,
     responses: ResponsesDep,
+    include: IncludeDep,
     stream: Annotated[bool, Query()] = False,
     starting_after: Annotated[int, Query(ge=-1)] = -1,
 ) -> Response:
-    """Return a response as it is now, or the events of one in the background."""
+    """Return a response as it is now, or the events of one in the background.
+
+    It has what its own request included; log-probabilities that this did not are not kept.
+    """
     if stream:
         return _events(responses.events(response_id, prelude.client, starting_after + 1), prelude)
-    return JSONResponse(responses.get(response_id, prelude.client).response())
+    response = responses.get(response_id, prelude.client).response()
+    output = [with_reasoning(item, include) for item in response["output"]]
+    return JSONResponse(response | {"output": output})
 
 
 @routes.delete("/v1/responses/{response_id}")
@@ -231,6 +238,7 @@ async def list_input_items(
     response_id: str,
     client: ClientDep,
     responses: ResponsesDep,
+    include: IncludeDep,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
@@ -247,7 +255,7 @@ async def list_input_items(
         if not places:
             raise InvalidRequestError(f"There is no item {after[:128]!r}.", param="after")
         items = items[places[0] + 1 :]
-    return list_object(items[:limit], len(items) > limit)
+    return list_object([shown(item, include) for item in items[:limit]], len(items) > limit)
 
 
 async def _prepare(
