@@ -38,6 +38,8 @@ The embedded model knows a few exercises and nothing else ([demo-model.md](demo-
   end.
 - schemathesis sends 200 random requests to every operation of the server's own schema.
   OpenAI's published schema is not tested, because no package used here contains it.
+- The acceptance tests of Open Responses are cases of the server's own tests, over HTTP and
+  WebSockets (`tests/e2e/test_open_responses.py`): 17 of 17 pass with the embedded models.
 """
 
 

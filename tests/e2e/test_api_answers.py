@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -45,6 +47,24 @@ def url(served: tuple[FakeEngine, str]) -> str:
 def client(url: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
         yield client
+
+
+def unoffered() -> list[str]:
+    """Return the paths that the documentation lists as not offered."""
+    text = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    section = text.partition("### Routes that are not offered\n")[2].partition("\n#")[0]
+    return re.findall(r"`(/v1/\S+)`", section)
+
+
+def test_what_is_not_offered_is_a_404(url: str) -> None:
+    paths = unoffered()
+    assert len(paths) >= 12
+    for path in paths:
+        for answer in (httpx2.post(url + path, json={"model": "alias"}), httpx2.get(url + path)):
+            assert answer.status_code == 404, path
+            error = answer.json()["error"]
+            assert error.keys() >= {"message", "type", "param", "code"}
+            assert error["type"] == "invalid_request_error"
 
 
 def post(url: str, path: str, **body: Any) -> Any:
