@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,43 @@ from mlx_parallm.fairness import Client, SharedBudget
 from mlx_parallm.media.fetch import Fetcher
 from mlx_parallm.media.reader import RunInThread, naming, read_base64
 from mlx_parallm.media_limits import MediaLimits
-from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 
 CHILD = Path(__file__).with_name("pdf_child.py")
-# MAX_PAGES: of a file whose text is read, as at Anthropic.
+# MAX_PAGES: of all files of a request, as at Anthropic.
 MAX_PAGES = 100
 # MAX_CHILDREN: files that are read at once.
 MAX_CHILDREN = 2
 # READ_S: most seconds until a file is read; a process has the processor less long.
 READ_S = 60.0
+# MAX_IMAGE_CHARS: characters of all pages of a file as images in base64.
+MAX_IMAGE_CHARS = 32_000_000
+# OUT_OF_MEMORY: the exit code of a process whose memory ended. ENDED_BY_FILE: those for which the
+# file is the reason: its processor time was over, or the reader crashed.
+OUT_OF_MEMORY = 3
+ENDED_BY_FILE = frozenset(
+    {
+        OUT_OF_MEMORY,
+        *(-signal.Signals[f"SIG{name}"] for name in ("XCPU", "KILL", "SEGV", "ABRT", "BUS")),
+    }
+)
+# LOGGED: characters of a process's problems that are logged.
+LOGGED = 2000
 # START, START_BYTES: the beginning of a file's first bytes, which junk may precede.
 START, START_BYTES = b"%PDF-", 1024
+
+
+@dataclass(slots=True)
+class PdfRoom:
+    """The bounds that are left for the PDF files of a request.
+
+    Attributes:
+        pages: of all files.
+        chars: of the texts of all files.
+    """
+
+    pages: int
+    chars: int
 
 
 class PdfReader:
@@ -46,18 +73,26 @@ class PdfReader:
         self._client = client
         self._places = SharedBudget(MAX_CHILDREN)
 
-    async def pages(self, content: str, *, is_url: bool, as_images: bool, param: str) -> list[str]:
+    @property
+    def max_images(self) -> int:
+        """The most images of a request, those of pages included."""
+        return self._limits.max_images
+
+    async def pages(
+        self, content: str, *, is_url: bool, as_images: bool, room: PdfRoom, param: str
+    ) -> list[str]:
         """Return the pages of a file: PNG files in base64, or texts.
 
         Args:
             content: the file in base64, or its URL.
             is_url: True if it is a URL.
-            as_images: True for images, of which a request may have ``max_images``.
+            as_images: True for images.
+            room: what the request has left, of which the pages are taken.
             param: the part of the request that has it.
 
         Raises:
             InvalidRequestError: it is not read; says why.
-            OverloadedError: the process holds too many bytes of fetched files.
+            OverloadedError: the process holds too many bytes of fetched files, or has no time.
         """
         with naming(param):
             if find_spec("pypdfium2") is None:
@@ -65,44 +100,56 @@ class PdfReader:
                     "PDF files need an extra on the server: pip install 'mlx-parallm[pdf]'.",
                     code="unsupported_parameter",
                 )
-            max_pages = min(MAX_PAGES, self._limits.max_images) if as_images else MAX_PAGES
-            async with self._file(content, is_url) as data:
-                if START not in data[:START_BYTES]:
-                    raise InvalidRequestError("The file is no PDF file.")
-                header = {
-                    "as_images": as_images,
-                    "max_pages": max_pages,
-                    "max_pixels": self._limits.max_pixels,
-                }
-                async with self._places.acquired(1, self._client()):
-                    answer = await self._read(json.dumps(header).encode() + b"\n" + data)
-        if "error" in answer:
-            raise InvalidRequestError(answer["error"], param=param)
-        return answer["pages"]
+            header = {
+                "as_images": as_images,
+                "max_pages": room.pages,
+                "max_pixels": self._limits.max_pixels,
+                "max_chars": MAX_IMAGE_CHARS if as_images else room.chars,
+            }
+            answer = await self._answer(content, is_url, json.dumps(header).encode() + b"\n")
+            if "error" in answer:
+                raise InvalidRequestError(answer["error"])
+        pages: list[str] = answer["pages"]
+        room.pages -= len(pages)
+        room.chars -= 0 if as_images else sum(map(len, pages))
+        return pages
 
-    @asynccontextmanager
-    async def _file(self, content: str, is_url: bool) -> AsyncGenerator[bytes]:
+    async def _answer(self, content: str, is_url: bool, header: bytes) -> dict[str, Any]:
         if is_url:
-            async with self._fetcher.fetched(content, self._client()) as data:
-                yield data
-        else:
-            yield await self._in_thread(lambda: read_base64(content, self._limits))
+            async with (
+                self._fetcher.fetched(content, self._client()) as data,
+                self._places.acquired(1, self._client()),
+            ):
+                return await self._read(header, data)
+        # Files that wait for a place are not decoded yet.
+        async with self._places.acquired(1, self._client()):
+            data = await self._in_thread(lambda: read_base64(content, self._limits))
+            return await self._read(header, data)
 
-    async def _read(self, request: bytes) -> dict[str, Any]:
+    async def _read(self, header: bytes, data: bytes) -> dict[str, Any]:
         """Return the answer of a new process."""
-        pipe, none = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", str(CHILD), stdin=pipe, stdout=pipe, stderr=none
-        )
+        if START not in data[:START_BYTES]:
+            raise InvalidRequestError("The file is no PDF file.")
+        pipe = asyncio.subprocess.PIPE
+        try:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", str(CHILD), stdin=pipe, stdout=pipe, stderr=pipe
+            )
+        except OSError as problem:
+            raise OverloadedError("No process could be started for the PDF file.") from problem
         try:
             async with asyncio.timeout(READ_S):
-                answer, _ = await child.communicate(request)
+                answer, problems = await child.communicate(header + data)
         except TimeoutError:
-            raise InvalidRequestError("The PDF file takes too long to read.") from None
+            # It has used less than its processor time: others had the processors.
+            raise OverloadedError("There was no time to read the PDF file; try again.") from None
         finally:
             if child.returncode is None:
                 child.kill()
                 await child.wait()
-        if child.returncode:
+        if child.returncode in ENDED_BY_FILE:
             raise InvalidRequestError("The PDF file takes too much time or memory to read.")
+        if child.returncode:
+            shown = problems.decode(errors="replace")[-LOGGED:]
+            raise RuntimeError(f"The reader of PDF files ended with {child.returncode}: {shown}")
         return await self._in_thread(lambda: json.loads(answer))

@@ -29,8 +29,10 @@ SIDE = 1568
 SCALE = 2.0
 # ROUNDING: room for sides that are rounded up.
 ROUNDING = 0.98
-# MOST_CHARS: of the text of a page; all pages, as they are sent back, may have four times as many.
+# MOST_CHARS: of the text of a page.
 MOST_CHARS = 8_000_000
+# OUT_OF_MEMORY: the exit code if the file takes more memory than there may be.
+OUT_OF_MEMORY = 3
 # PASSWORD: PDFium's code of a file that is encrypted with a password.
 PASSWORD = 4
 
@@ -48,6 +50,8 @@ def main() -> None:
         answer: dict[str, Any] = {"pages": pages}
     except RefusedError as refusal:
         answer = {"error": str(refusal)}
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
     sys.stdout.write(json.dumps(answer))
 
 
@@ -61,8 +65,13 @@ def _bound() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 
 
-def _pages(data: bytes, as_images: bool, max_pages: int, max_pixels: int) -> list[str]:
-    """Return the pages as images of at most ``max_pixels``, or as texts."""
+def _pages(
+    data: bytes, as_images: bool, max_pages: int, max_pixels: int, max_chars: int
+) -> list[str]:
+    """Return the pages as images of at most ``max_pixels``, or as texts.
+
+    All of them have at most ``max_chars``, images in base64.
+    """
     # The limits hold while it is loaded, too.
     import pypdfium2  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
 
@@ -73,19 +82,19 @@ def _pages(data: bytes, as_images: bool, max_pages: int, max_pixels: int) -> lis
             raise RefusedError("The PDF file has no pages.")
         if num_pages > max_pages:
             raise RefusedError(
-                f"The PDF file has {num_pages} pages; at most {max_pages} are allowed."
+                f"The PDF file has {num_pages} pages; at most {max(0, max_pages)} are allowed "
+                "here, beside the request's other files and images."
             )
         pages = (document[number] for number in range(num_pages))
         read = partial(_image, max_pixels=max_pixels) if as_images else _text
-        return list(_within(map(read, pages)))
+        return list(_within(map(read, pages), max_chars))
     except pypdfium2.PdfiumError as problem:
         if getattr(problem, "err_code", None) == PASSWORD:
             raise RefusedError("The PDF file is encrypted with a password.") from None
         raise RefusedError("The PDF file is truncated or damaged.") from None
 
 
-def _within(pages: Iterator[str]) -> Iterator[str]:
-    left = MOST_CHARS * 4
+def _within(pages: Iterator[str], left: int) -> Iterator[str]:
     for page in pages:
         left -= len(page)
         if left < 0:

@@ -12,6 +12,7 @@ from mlx_parallm.batch_jobs import results
 from mlx_parallm.batch_jobs.answers import encode
 from mlx_parallm.batch_jobs.lines import numbered_lines
 from mlx_parallm.batch_jobs.records import BatchRecord, State
+from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_object
 
 # UNANSWERED: results by the codes of lines that got no answer.
@@ -23,16 +24,27 @@ def input_lines(requests: Iterable[BatchedMessage]) -> bytes:
     """Return requests as lines of a batch's input.
 
     Numbers and texts are as short as in the body, so that no line outgrows its limit.
+
+    Raises:
+        InvalidRequestError: a number is infinite or none, which JSON cannot write.
     """
-    return b"".join(
-        json.dumps(
+    return b"".join(_input_line(number, request) for number, request in enumerate(requests))
+
+
+def _input_line(number: int, request: BatchedMessage) -> bytes:
+    try:
+        text = json.dumps(
             {"custom_id": request.custom_id, "url": ENDPOINT, "body": request.params},
             ensure_ascii=False,
             separators=(",", ":"),
-        ).encode("utf-8", "backslashreplace")
-        + b"\n"
-        for request in requests
-    )
+            allow_nan=False,
+        )
+    except ValueError:
+        param = f"requests.{number}.params"
+        raise InvalidRequestError(
+            f"{param}: a number is infinite or no number.", param=param
+        ) from None
+    return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def result_files(record: BatchRecord) -> list[str]:
@@ -66,8 +78,13 @@ def _result(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unread(record: BatchRecord) -> dict[str, Any]:
-    """Return the result of a line that was never sent."""
-    return {"type": "canceled"} if record.status == State.CANCELLED else _errored(None)
+    """Return the result of a line that was never sent, with what refused the batch's input."""
+    if record.status == State.CANCELLED:
+        return {"type": "canceled"}
+    if not record.errors:
+        return _errored(None)
+    error = {"type": "invalid_request_error", "message": record.errors[0]["message"]}
+    return _errored({"type": "error", "error": error, "request_id": None})
 
 
 def _errored(body: Any) -> dict[str, Any]:

@@ -10,9 +10,12 @@ from mlx_parallm.api.anthropic.schema import InputMessage
 from mlx_parallm.api.turns.fields import BodyValue
 from mlx_parallm.api.turns.images import Images
 from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.media.pdf import MAX_PAGES, PdfRoom
 from mlx_parallm.types.json_values import is_list, is_object
 
 PDF = "application/pdf"
+# FILES: kinds of sources of documents that are files.
+FILES = ("base64", "url")
 
 
 def media_sources(messages: Sequence[InputMessage]) -> Iterator[str]:
@@ -25,29 +28,48 @@ def media_sources(messages: Sequence[InputMessage]) -> Iterator[str]:
 
 
 async def read_pdfs(
-    messages: Sequence[InputMessage], model: GenerationModel, images: Images
-) -> None:
+    messages: Sequence[InputMessage], model: GenerationModel, images: Images, max_chars: int
+) -> bool:
     """Put the pages of each PDF file in its place: images where the model sees, else texts.
 
+    Args:
+        messages: of the body.
+        model: reads them.
+        images: reads files.
+        max_chars: most characters of the texts of all files.
+
+    Returns:
+        True if there was a file: its texts may be far longer than the body.
+
     Raises:
-        InvalidRequestError: a file is not read, or has no text for a model that sees nothing.
+        InvalidRequestError: a file is not read, has no text for a model that sees nothing, or
+            the files have too much together.
     """
-    for block in _media_blocks(messages):
-        source = block["source"]
-        if block.type == "document" and source.type in ("base64", "url"):
-            block.value["source"] = {
-                "type": "content",
-                "content": await _read(source, model, images),
-            }
+    blocks = list(_media_blocks(messages))
+    files = [each for each in blocks if each.type == "document" and _kind(each) in FILES]
+    room = PdfRoom(MAX_PAGES, max_chars)
+    if model.images is not None:
+        num_images = sum(block.type == "image" for block in blocks)
+        room.pages = min(MAX_PAGES, images.pdfs.max_images - num_images)
+    for block in files:
+        content = await _read(block["source"], model, images, room)
+        block.value["source"] = {"type": "content", "content": content}
+    return bool(files)
 
 
-async def _read(source: BodyValue, model: GenerationModel, images: Images) -> Any:
+def _kind(block: BodyValue) -> str:
+    return block["source"].type
+
+
+async def _read(source: BodyValue, model: GenerationModel, images: Images, room: PdfRoom) -> Any:
     is_url = source.type == "url"
     if not is_url and source["media_type"].filled_text() != PDF:
         raise source["media_type"].refusal(f"must be {PDF}")
     content = source["url" if is_url else "data"].filled_text()
     sees = model.images is not None
-    pages = await images.pdfs.pages(content, is_url=is_url, as_images=sees, param=source.where)
+    pages = await images.pdfs.pages(
+        content, is_url=is_url, as_images=sees, room=room, param=source.where
+    )
     if sees:
         return [_image_block(page) for page in pages]
     if not any(pages):

@@ -21,6 +21,7 @@ from mlx_parallm.api.anthropic.schema import (
 )
 from mlx_parallm.api.http import sse
 from mlx_parallm.api.http.declared import COUNT, INPUT
+from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.turns.generation import named_by
@@ -44,8 +45,9 @@ routes = Routes(CHAT, dialect=ANTHROPIC, body_limit=INPUT, short=True, in_any_pr
 async def create_message(body: MessagesRequest, prelude: PreludeDep) -> Response:
     """Continue a conversation, in Anthropic's shape."""
     admitted = await prelude.admit(body.model, takes_sources=True)
-    await read_pdfs(body.messages, admitted.model, prelude.images)
-    turn = await prelude.on_body(
+    most = prelude.config.max_body_bytes
+    has_files = await read_pdfs(body.messages, admitted.model, prelude.images, most)
+    turn = await (in_thread if has_files else prelude.on_body)(
         lambda: message_turn(body, request_id=f"msg_{prelude.answer_id}", client=prelude.client)
     )
     with named_by(FIELDS), too_long_in_these_words(admitted.model):
@@ -61,7 +63,10 @@ async def count_tokens(body: CountTokensRequest, prelude: PreludeDep) -> TokenCo
     """Count the tokens of a conversation; nothing is generated."""
     _, model = generator(prelude.engine, body.model, takes_sources=True)
     await prelude.check_texts(media_sources(body.messages))
-    await read_pdfs(body.messages, model, prelude.images)
-    turn = await prelude.on_body(lambda: counted_turn(body, request_id="", client=prelude.client))
+    most = prelude.config.max_tokenize_bytes
+    has_files = await read_pdfs(body.messages, model, prelude.images, most)
+    turn = await (in_thread if has_files else prelude.on_body)(
+        lambda: counted_turn(body, request_id="", client=prelude.client)
+    )
     prompt = await render_turn(turn, model, limit=ANY_LENGTH, images=prelude.images)
     return TokenCount(input_tokens=num_prompt_tokens(prompt))

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import io
 from base64 import b64decode, b64encode
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from PIL import Image
 
 from mlx_parallm.media import pdf
 from mlx_parallm.media.fetch import Fetcher
-from mlx_parallm.media.pdf import PdfReader
+from mlx_parallm.media.pdf import MAX_PAGES, PdfReader, PdfRoom
 from mlx_parallm.media.pdf_child import SIDE
 from mlx_parallm.media_limits import MediaLimits
-from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 from tests.pdf_files import bomb, encrypted, looped, pdf_of
 
 SCRIPT = b"/OpenAction << /S /JavaScript /JS (while(true){}) >>"
@@ -27,9 +28,10 @@ def reader() -> PdfReader:
     return PdfReader(limits, Fetcher(limits), in_thread=asyncio.to_thread, client=lambda: None)
 
 
-async def read(data: bytes, *, as_images: bool = False) -> list[str]:
+async def read(data: bytes, *, as_images: bool = False, room: PdfRoom | None = None) -> list[str]:
     content = b64encode(data).decode()
-    return await reader().pages(content, is_url=False, as_images=as_images, param="here")
+    room = room or PdfRoom(16 if as_images else MAX_PAGES, 100_000)
+    return await reader().pages(content, is_url=False, as_images=as_images, room=room, param="here")
 
 
 @pytest.mark.parametrize(
@@ -83,9 +85,49 @@ async def test_a_bomb_ends_its_own_process_only(as_images: bool) -> None:
     assert len(await read(pdf_of("a"), as_images=as_images)) == 1
 
 
-async def test_images_are_bounded_by_those_of_a_request() -> None:
-    with pytest.raises(InvalidRequestError, match="17 pages; at most 16"):
-        await read(pdf_of(*["x"] * 17), as_images=True)
+@pytest.mark.parametrize("as_images", [False, True])
+async def test_files_of_a_request_have_one_bound_of_pages(as_images: bool) -> None:
+    room = PdfRoom(16, 100)
+    for left in (9, 2):
+        await read(pdf_of(*["x"] * 7), as_images=as_images, room=room)
+        assert room.pages == left
+    with pytest.raises(InvalidRequestError, match=r"3 pages; at most 2 .* other files"):
+        await read(pdf_of(*["x"] * 3), as_images=as_images, room=room)
+
+
+async def test_texts_of_a_request_have_one_bound_of_characters() -> None:
+    room = PdfRoom(MAX_PAGES, 100)
+    await read(pdf_of("a" * 60, "b" * 30), room=room)
+    assert room.chars == 10
+    with pytest.raises(InvalidRequestError, match="too large together"):
+        await read(pdf_of("c" * 11), room=room)
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "words"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", InvalidRequestError, "memory"),
+        ("import os; os._exit(3)", InvalidRequestError, "memory"),
+        ("import nothing_that_is_there", RuntimeError, "nothing_that_is_there"),
+    ],
+)
+async def test_only_the_files_own_failures_are_its_fault(
+    program: str,
+    kind: type[Exception],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "child.py").write_text(program)
+    monkeypatch.setattr(pdf, "CHILD", tmp_path / "child.py")
+    with pytest.raises(kind, match=words):
+        await read(pdf_of("Hello"))
+
+
+async def test_a_busy_machine_is_no_fault_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pdf, "READ_S", 0.0)
+    with pytest.raises(OverloadedError, match="try again"):
+        await read(pdf_of("Hello"))
 
 
 async def test_the_refusal_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

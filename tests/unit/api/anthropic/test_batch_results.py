@@ -12,6 +12,7 @@ from mlx_parallm.api.anthropic.batch_results import input_lines, result_files, r
 from mlx_parallm.api.anthropic.batch_schema import KEPT_S, BatchedMessage, message_batch
 from mlx_parallm.batch_jobs import answers, results
 from mlx_parallm.batch_jobs.records import BatchRecord, State
+from mlx_parallm.types.errors import InvalidRequestError
 
 INPUT = input_lines([BatchedMessage(custom_id=name, params={"é": "\u2028"}) for name in "ab"])
 ERROR = {"type": "error", "error": {"type": "api_error", "message": "no"}, "request_id": None}
@@ -96,3 +97,23 @@ def test_a_batch_is_archived_when_its_results_expire() -> None:
     assert (shown.ended_at, shown.archived_at) == ("1970-01-01T00:00:05Z", None)
     shown = message_batch(batch, "http://a", now=5 + KEPT_S)
     assert (shown.results_url, shown.archived_at) == (None, "1970-01-30T00:00:05Z")
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_a_number_that_json_cannot_write_is_refused_by_its_place(number: float) -> None:
+    requests = [
+        BatchedMessage(custom_id="a", params={}),
+        BatchedMessage(custom_id="b", params={"metadata": [{"n": number}]}),
+    ]
+    with pytest.raises(InvalidRequestError) as refused:
+        input_lines(requests)
+    assert refused.value.param == "requests.1.params"
+
+
+def test_what_refused_the_input_is_said_of_each_request(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(INPUT)
+    errors = [{"code": "invalid_json_line", "message": "why", "param": None, "line": 1}]
+    for line in read(record(State.FAILED, errors=errors), path):
+        error = line["result"]["error"]["error"]
+        assert error == {"type": "invalid_request_error", "message": "why"}
