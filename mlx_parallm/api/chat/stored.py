@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import Query, Request
-from pydantic import BaseModel
 
 from mlx_parallm.api.conversations.dependencies import ConversationsDep
 from mlx_parallm.api.files.schema import list_object
 from mlx_parallm.api.http.dependencies import ClientDep
-from mlx_parallm.api.http.forms import Metadata, metadata_pairs
+from mlx_parallm.api.http.forms import MetadataUpdate, metadata_pairs
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.conversations.records import StoredChat
@@ -22,12 +21,6 @@ Limit = Annotated[int, Query(ge=1, le=100)]
 Order = Literal["asc", "desc"]
 # NOT_SHOWN: keys of a message that a stored one has in another form.
 NOT_SHOWN = frozenset({"content", "role"})
-
-
-class UpdateChat(BaseModel):
-    """Changes of a stored chat."""
-
-    metadata: Metadata | None
 
 
 @routes.get("/v1/chat/completions")
@@ -64,11 +57,11 @@ async def retrieve_chat(
 
 @routes.post("/v1/chat/completions/{completion_id}")
 async def update_chat(
-    completion_id: str, body: UpdateChat, client: ClientDep, conversations: ConversationsDep
+    completion_id: str, body: MetadataUpdate, client: ClientDep, conversations: ConversationsDep
 ) -> dict[str, Any]:
     """Replace the metadata of a stored chat."""
     store = await conversations.chats()
-    return chat_object(await store.update(completion_id, client, body.metadata or {}))
+    return chat_object(await store.update(completion_id, client, body.metadata))
 
 
 @routes.delete("/v1/chat/completions/{completion_id}")

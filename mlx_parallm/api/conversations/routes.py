@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import Query
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from mlx_parallm.api.conversations.dependencies import ConversationsDep
 from mlx_parallm.api.files.schema import list_object
 from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.dependencies import ClientDep
-from mlx_parallm.api.http.forms import Metadata, NullIsAbsent
+from mlx_parallm.api.http.forms import Metadata, MetadataUpdate, NullIsAbsent
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.responses.include import IncludeDep, shown
@@ -35,14 +35,6 @@ class CreateConversation(NullIsAbsent):
     items: Items = Field(default_factory=list[dict[str, Any]], description="Its first items.")
     metadata: Metadata = Field(
         default_factory=dict[str, str], description="Kept with the conversation."
-    )
-
-
-class UpdateConversation(BaseModel):
-    """Changes of a conversation."""
-
-    metadata: Metadata | None = Field(
-        description="In place of the metadata before; null removes them."
     )
 
 
@@ -78,13 +70,13 @@ async def retrieve_conversation(
 @routes.post("/v1/conversations/{conversation_id}")
 async def update_conversation(
     conversation_id: str,
-    body: UpdateConversation,
+    body: MetadataUpdate,
     client: ClientDep,
     conversations: ConversationsDep,
 ) -> dict[str, Any]:
     """Replace the metadata of a conversation."""
     store = await conversations.conversations()
-    return conversation_object(await store.update(conversation_id, client, body.metadata or {}))
+    return conversation_object(await store.update(conversation_id, client, body.metadata))
 
 
 @routes.delete("/v1/conversations/{conversation_id}")

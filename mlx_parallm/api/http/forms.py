@@ -118,6 +118,20 @@ class NullIsAbsent(BaseModel):
         return data
 
 
+class MetadataUpdate(NullIsAbsent):
+    """New metadata of an object. The field must be there, and ``null`` removes them."""
+
+    metadata: Metadata = Field(description="In place of the metadata before; null removes them.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_null(cls, data: Any) -> Any:
+        # Nulls are not dropped yet.
+        if is_object(data) and data.get("metadata", True) is None:
+            return {**data, "metadata": {}}
+        return data
+
+
 class OpenForm(NullIsAbsent):
     """A body that may have further fields, which ``model_extra`` holds."""
 
