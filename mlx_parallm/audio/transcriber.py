@@ -21,7 +21,7 @@ from mlx_parallm.audio.windows import (
 )
 from mlx_parallm.tokenizer.speech.rules import SpeechRules
 from mlx_parallm.types.model_input import ModelInput
-from mlx_parallm.types.request import RENORMALIZED_LOGPROBS, SamplingParams
+from mlx_parallm.types.request import RAW_LOGPROBS, RENORMALIZED_LOGPROBS, SamplingParams
 from mlx_parallm.types.step import TokenLogprob
 
 #: ``TEMPERATURES``: tried one after the other, as long as a text is doubted.
@@ -130,6 +130,9 @@ class Attempt:
         """Return the window that has this text; text has no ids from ``end_id`` on."""
         pairs = zip(self.heard.token_ids, self.heard.logprobs, strict=True)
         texts = [(token_id, logprob) for token_id, logprob in pairs if token_id < end_id]
+        # What is behind the last segment is heard again.
+        num_kept = sum(each < end_id for segment in segments for each in segment.token_ids)
+        del texts[num_kept:]
         return Window(
             segments=segments,
             text_ids=tuple(token_id for token_id, _ in texts),
@@ -192,6 +195,7 @@ class Transcriber:
             temperature=0.0,
             ignore_eos=True,
             logprobs=0,
+            logprobs_mode=RAW_LOGPROBS,
             allowed_token_ids=tuple(rules.languages.values()) if is_open else None,
             logprob_token_ids=() if rules.no_speech_id is None else (rules.no_speech_id,),
         )
@@ -201,7 +205,8 @@ class Transcriber:
         if is_open:
             codes = {token_id: code for code, token_id in rules.languages.items()}
             self.language = codes[heard.token_ids[0]]
-        return math.exp(heard.logprobs[0].top[0][1]) if params.logprob_token_ids else 0.0
+        top = heard.logprobs[0].top
+        return math.exp(top[0][1]) if params.logprob_token_ids and top else 0.0
 
     async def _window(
         self, source: ModelInput, first: int, length: int, no_speech: float

@@ -23,6 +23,8 @@ OTHERS = (
     (0, b"\x1a\x45\xdf\xa3", "a WebM or Matroska file"),
     (0, b"RF64", "an RF64 file"),
     (0, b"FORM", "an AIFF file"),
+    (0, b"\xff\xf1", "an AAC file"),
+    (0, b"\xff\xf9", "an AAC file"),
     (0, b"#!AMR", "an AMR file"),
     (0, b"OggS", "an Ogg file without Vorbis, such as Opus"),
     (0, b"PK\x03\x04", "a ZIP archive"),
@@ -36,23 +38,28 @@ def decode_audio(data: bytes, limits: AudioLimits, rate: int) -> np.ndarray:
         InvalidRequestError: it is of a format that is not taken, damaged, or beyond the limits.
     """
     form, parts = _opened(data, limits)
-    samples = resampled(_checked(parts, form.num_frames), form.rate, rate)
+    samples = resampled(_checked(parts, form), form.rate, rate)
     if not len(samples):
         raise InvalidRequestError("The audio has no samples.")
     return samples
 
 
-def _checked(parts: Iterable[np.ndarray], num_frames: int) -> Iterator[np.ndarray]:
-    """Yield the samples that a file has announced: a header may say fewer than there are.
+def _checked(parts: Iterable[np.ndarray], form: AudioForm) -> Iterator[np.ndarray]:
+    """Yield the samples that a file has announced; nothing behind them is decoded.
 
     Raises:
-        InvalidRequestError: one is infinite or no number.
+        InvalidRequestError: a sample is infinite or no number, or they are fewer by a second.
     """
+    num_left = form.num_frames
     for part in parts:
         if not np.isfinite(part).all():
             raise InvalidRequestError("The audio has samples that are infinite or no numbers.")
-        yield np.clip(part[:num_frames], -1, 1)
-        num_frames -= min(num_frames, len(part))
+        yield np.clip(part[:num_left], -1, 1)
+        num_left -= min(num_left, len(part))
+        if not num_left:
+            return
+    if num_left > form.rate:
+        raise InvalidRequestError("The audio file is truncated: it ends before it says.")
 
 
 def seconds_of(data: bytes, limits: AudioLimits) -> float:
@@ -80,8 +87,9 @@ def _kind_of(data: bytes) -> str:
         return "flac"
     if data.startswith(b"OggS") and b"\x01vorbis" in data[:64]:
         return "vorbis"
-    if data.startswith(b"ID3") or int.from_bytes(data[:2], "big") & MP3_SYNC == MP3_SYNC:
-        return "mp3"
     name = next((name for at, mark, name in OTHERS if data[at : at + len(mark)] == mark), None)
+    is_mpeg = int.from_bytes(data[:2], "big") & MP3_SYNC == MP3_SYNC
+    if name is None and (is_mpeg or data.startswith(b"ID3")):
+        return "mp3"
     shown = f"This is {name}" if name else "This is no audio file that is known"
     raise InvalidRequestError(f"{shown}; {TAKEN} are taken: {CONVERTER}.")

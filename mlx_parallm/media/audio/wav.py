@@ -23,6 +23,8 @@ TYPES = {
     (FLOAT, 32): "<f4",
     (FLOAT, 64): "<f8",
 }
+# UNKNOWN: such sizes, and 0, stand for one that was not known when the header was written.
+UNKNOWN = 0x7FFFF000
 # BATCH: frames that are converted at once, because conversions take copies.
 BATCH = 1 << 20
 
@@ -85,6 +87,10 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:
     view, place = memoryview(data), 12
     while place + 8 <= len(data):
         name, size = struct.unpack_from("<4sI", data, place)
+        if name == b"data" and (not size or size >= UNKNOWN):
+            size = len(data) - place - 8
+        if name == b"data" and place + 8 + size > len(data):
+            raise InvalidRequestError("The WAV file is truncated: it ends before it says.")
         yield name, view[place + 8 : place + 8 + size]
         place += 8 + size + size % 2
 

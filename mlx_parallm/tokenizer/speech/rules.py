@@ -174,7 +174,7 @@ def read_speech_rules(folder: Path, tokenizer: ParallmTokenizer) -> SpeechRules 
         no_speech_id=next((vocabulary[name] for name in NO_SPEECH if name in vocabulary), None),
         previous_id=fields.token("prev_sot_token_id", size) or vocabulary.get(PREVIOUS),
         languages=languages,
-        tasks={task: vocabulary[f"<|{task}|>"] for task in TASKS} if languages else {},
+        tasks={task: _id_of(f"<|{task}|>", vocabulary) for task in TASKS if languages},
         banned_ids=fields.tokens("suppress_tokens", size),
         begin_banned_ids=fields.tokens("begin_suppress_tokens", size),
         max_initial=LATEST if initial is None else initial,
@@ -204,11 +204,13 @@ def _languages(generation: Fields, vocabulary: Mapping[str, int], size: int) -> 
 
 def _token(fields: Fields, name: str, token: str, vocabulary: Mapping[str, int], size: int) -> int:
     token_id = fields.token(name, size)
-    if token_id is None:
-        token_id = vocabulary.get(token)
-    if token_id is None:
+    return _id_of(token, vocabulary) if token_id is None else token_id
+
+
+def _id_of(token: str, vocabulary: Mapping[str, int]) -> int:
+    if token not in vocabulary:
         raise ModelLoadError(
             f"The vocabulary has no {token}. Folders without a tokenizer of their own need "
             "tokenizer.json and generation_config.json of the model that they were made from."
         )
-    return token_id
+    return vocabulary[token]

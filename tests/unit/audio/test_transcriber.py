@@ -111,6 +111,11 @@ async def test_long_recordings_have_the_segments_of_transformers(
     assert [list(each.token_ids) for each in segments] == [row[2] for row in case["segments"]]
     for own, (start, end, _) in zip(segments, case["segments"], strict=True):
         assert (own.start, own.end) == pytest.approx((start, end), abs=1e-6)
+    # What is heard again in the next window is no text of this one.
+    for window in windows:
+        kept = [each for segment in window.segments for each in segment.token_ids]
+        assert list(window.text_ids) == [each for each in kept if each < RULES.end_id]
+        assert len(window.logprobs) == len(window.text_ids)
 
 
 async def test_a_short_recording_without_timestamps_is_one_window(model: Any) -> None:

@@ -6,12 +6,13 @@ import io
 import itertools
 import struct
 import wave
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from mlx_parallm.media.audio.decode import decode_audio, seconds_of
-from mlx_parallm.media.audio.limits import AudioLimits
+from mlx_parallm.media.audio.decode import _checked, decode_audio, seconds_of
+from mlx_parallm.media.audio.limits import AudioForm, AudioLimits
 from mlx_parallm.media.audio.resample import resampled
 from mlx_parallm.types.errors import InvalidRequestError
 
@@ -88,11 +89,23 @@ def test_chunks_before_the_samples_are_skipped() -> None:
     assert len(decode_audio(file, LIMITS, RATE)) == RATE
 
 
-@pytest.mark.parametrize("size", [0xFFFFFFFF, 10 * RATE, 2 * RATE - 2 * 5])
-def test_a_size_that_is_wrong_counts_as_far_as_the_file_goes(size: int) -> None:
+@pytest.mark.parametrize("size", [0xFFFFFFFF, 0x7FFFFFFF, 0, 2 * RATE - 2 * 5])
+def test_a_size_that_is_unknown_or_small_counts_as_far_as_the_file_goes(size: int) -> None:
     # ffmpeg writes 0xFFFFFFFF into a pipe.
     samples = decode_audio(wav(coded(TONE, "<i2"), size=size), LIMITS, RATE)
-    assert len(samples) == min(RATE, size // 2)
+    assert len(samples) == (RATE - 5 if 0 < size < 0x7FFFF000 else RATE)
+
+
+def test_nothing_is_decoded_behind_what_a_file_announces() -> None:
+    def parts() -> Iterator[np.ndarray]:
+        yield np.ones(1000, np.float32)
+        yield np.ones(1000, np.float32)
+        raise AssertionError("more is decoded")
+
+    form = AudioForm(RATE, 1, 1500)
+    assert sum(map(len, _checked(parts(), form))) == 1500
+    with pytest.raises(InvalidRequestError, match="truncated"):
+        list(_checked([np.ones(1000, np.float32)], AudioForm(RATE, 1, 2 * RATE)))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +145,10 @@ REFUSED = {
     b"RIFF\0\0\0\0WAVE": "truncated",
     wav(b"")[:30]: "truncated",
     wav(b""): "no samples",
-    wav(coded(TONE, "<i2"))[:44]: "no samples",
+    wav(coded(TONE, "<i2"), size=10 * RATE): "truncated",
+    wav(coded(TONE, "<i2"))[: RATE // 2]: "truncated",
+    b"\xff\xf1" + b"\0" * 40: "AAC",
+    wav(coded(TONE, "<i2"))[:44]: "truncated",
     wav(coded(NAN, "<f4"), tag=3, bits=32): "no numbers",
     wav(b"\0" * 64, channels=32): "32 channels",
     wav(b"\0" * 64, channels=0): "0 channels",
