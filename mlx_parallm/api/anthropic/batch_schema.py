@@ -9,13 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictStr
 
+from mlx_parallm.api.http.declared import V1
 from mlx_parallm.api.http.forms import NullIsAbsent
 from mlx_parallm.batch_jobs.lines import MAX_LINES
 from mlx_parallm.batch_jobs.records import BatchRecord, State
 from mlx_parallm.types.errors import InvalidRequestError
 
-ENDPOINT = "/v1/messages"
-PATH = "/v1/messages/batches"
+ENDPOINT = f"{V1}/messages"
+PATH = f"{ENDPOINT}/batches"
 # KEPT_S: how long results are kept.
 KEPT_S = 29 * 24 * 3600
 

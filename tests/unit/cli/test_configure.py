@@ -27,6 +27,7 @@ from mlx_parallm.types.errors import ConfigError
 #: These fields of the configuration are composed, not set one by one.
 COMPOSED = {
     "kv_peers.key",
+    "kv_peers.server_id",
     "model.path",
     "model.served_names",
     "model.tool_call_parser",

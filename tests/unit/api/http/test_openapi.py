@@ -17,8 +17,9 @@ from tests.fake_engine import FakeEngine
 KEYS = ServerConfig(api_keys=("key",))
 BOTH = ServerConfig(api_keys=("key",), admin_api_keys=("admin",))
 CHAT = "/v1/chat/completions"
-#: ``ANSWERS_BEFORE``: routes that take the body of another one, and answer before anything streams.
-ANSWERS_BEFORE = re.compile(r"/(render|count_tokens|input_tokens)$")
+#: ``ANSWERS_BEFORE``: routes that take the body of another one, and answer before anything streams,
+#: or refuse to stream.
+ANSWERS_BEFORE = re.compile(r"/(render|count_tokens|input_tokens|completions/batch)$")
 
 
 def document_of(config: ServerConfig) -> dict[str, Any]:

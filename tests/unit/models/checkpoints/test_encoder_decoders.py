@@ -9,6 +9,7 @@ import pytest
 from mlx_parallm.models.checkpoints.decoder_sizes import context_length, learned_positions
 from mlx_parallm.models.checkpoints.encoder_decoders import (
     ENCODER_DECODER_TYPES,
+    SPEECH_TYPES,
     source_vocab_size,
     target_vocab_size,
 )
@@ -20,7 +21,13 @@ T5 = {"mt5", "t5", "umt5"}
 CLASSES = ("ForConditionalGeneration", "Model", "MTModel", "EncoderModel")
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+def test_speech_has_positions_of_its_decoder() -> None:
+    assert context_length({"model_type": "whisper"}) == 448
+    config = {"model_type": "whisper", "max_target_positions": 96, "max_source_positions": 1500}
+    assert context_length(config) == learned_positions(config) == 96
+
+
+@pytest.mark.parametrize("model_type", sorted(ENCODER_DECODER_TYPES - SPEECH_TYPES))
 def test_only_positions_of_t5_have_no_end(model_type: str) -> None:
     config: dict[str, Any] = {"model_type": model_type, "n_positions": 512}
     assert context_length(config) == (None if model_type in T5 else 1024)
