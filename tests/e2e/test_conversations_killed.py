@@ -16,7 +16,7 @@ import pytest
 
 from tests.server_process import ServerProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.engines]
+pytestmark = pytest.mark.slow
 
 MODEL = "mlx-parallm-demo"
 NUM_CONVERSATIONS = 200
