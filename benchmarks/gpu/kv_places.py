@@ -61,7 +61,7 @@ BACK_SHARE = 0.9
 class UnknownPace(UnitPace):
     """Never says how long computing takes, so that no read is given up for it."""
 
-    def predict(self, count: int) -> float | None:
+    def predict(self, count: float) -> float | None:
         """Return None."""
         del count
         return None
