@@ -37,8 +37,8 @@ routes = Routes(SERVER, access=Access.ADMIN, dependencies=[Depends(check_release
 
 # ASK_S: seconds after which an answer has nothing of the engines that have not answered.
 ASK_S = ANSWER_S + 5.0
-# OTHERS_S: seconds that further engines have once one has answered: who asks does not wait for one
-# that loads a model.
+# OTHERS_S: seconds that further engines have once one has answered with something: who asks does
+# not wait for one that loads a model.
 OTHERS_S = 1.0
 BINARY = "application/octet-stream"
 #: ``Ends``: returns True if an answer makes the others needless.
@@ -114,7 +114,7 @@ async def _ask_all(
 ) -> list[Any]:
     """Return the answers of all engines that come in time, up to one that is enough.
 
-    Once one has come, the others have ``OTHERS_S``.
+    Once one has come that has something, the others have ``OTHERS_S``.
 
     Raises:
         ParallmError: of an engine, if none answers.
@@ -129,10 +129,12 @@ async def _ask_all(
                     answers.append(await done)
                 except ParallmError as problem:
                     problems.append(problem)
-                if answers and is_enough(answers[-1]):
+                    continue
+                if is_enough(answers[-1]):
                     break
-                if len(answers) == 1:
-                    limit.reschedule(asyncio.get_running_loop().time() + OTHERS_S)
+                if answers[-1]:
+                    soon_s = asyncio.get_running_loop().time() + OTHERS_S
+                    limit.reschedule(min(limit.when() or soon_s, soon_s))
     except TimeoutError:
         problems.append(EngineSilentError("No engine has answered in time."))
     finally:

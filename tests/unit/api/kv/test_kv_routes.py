@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import threading
 from concurrent.futures import Future
@@ -92,6 +93,19 @@ async def test_an_engine_that_is_silent_keeps_no_answer(monkeypatch: pytest.Monk
     monkeypatch.setattr(routes, "ASK_S", 0.1)
     with pytest.raises(EngineSilentError):
         await sent(Engines(None))
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_an_engine_that_has_nothing_hurries_no_other(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "OTHERS_S", 0.0)
+    engines = Engines(blocks(0), None)
+    answer = asyncio.ensure_future(sent(engines, waits=waits))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    engines.asked[1].set_result(blocks(2))
+    assert await answer == BLOCKS[:2]
 
 
 async def test_what_all_engines_refuse_is_refused() -> None:
