@@ -7,13 +7,12 @@ from typing import Annotated, Any, Literal
 from fastapi import Query, Request
 
 from mlx_parallm.api.conversations.dependencies import ConversationsDep
-from mlx_parallm.api.files.schema import list_object
+from mlx_parallm.api.files.schema import list_object, page_of
 from mlx_parallm.api.http.dependencies import ClientDep
 from mlx_parallm.api.http.forms import MetadataUpdate, metadata_pairs
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.conversations.records import StoredChat
-from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list
 
 routes = Routes(CHAT, short=True)
@@ -86,14 +85,10 @@ async def list_messages(
     """List the messages that a stored chat answers; ``after`` is the last id of the page before."""
     store = await conversations.chats()
     messages = message_objects(await store.get(completion_id, client))
-    if order == "desc":
-        messages.reverse()
-    if after is not None:
-        places = [place for place, message in enumerate(messages) if message["id"] == after]
-        if not places:
-            raise InvalidRequestError(f"There is no message {after[:128]!r}.", param="after")
-        messages = messages[places[0] + 1 :]
-    return list_object(messages[:limit], len(messages) > limit)
+    page, has_more = page_of(
+        messages, after=after, limit=limit, descending=order == "desc", kind="message"
+    )
+    return list_object(page, has_more)
 
 
 def chat_object(chat: StoredChat) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, StrictInt, StrictStr
 from mlx_parallm.api.http.forms import NullIsAbsent
 from mlx_parallm.batch_jobs.records import BatchRecord, FileRecord, State
 from mlx_parallm.batch_jobs.uploads import MAX_PARTS, PartedUpload
+from mlx_parallm.types.errors import InvalidRequestError
 
 DAY_S = 24 * 3600
 MIN_EXPIRY_S = 3600
@@ -135,6 +136,30 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
         "usage": record.usage,
         "metadata": record.metadata,
     }
+
+
+def page_of(
+    items: Sequence[dict[str, Any]], *, after: str | None, limit: int, descending: bool, kind: str
+) -> tuple[Sequence[dict[str, Any]], bool]:
+    """Return a page of items that are in memory, and True if more follow.
+
+    Args:
+        items: all of them, in their order.
+        after: the last id of the page before; None: the first page.
+        limit: most items.
+        descending: True for the last ones first.
+        kind: of the items, for errors.
+
+    Raises:
+        InvalidRequestError: there is no item ``after``.
+    """
+    ordered = items[::-1] if descending else items
+    if after is not None:
+        places = [place for place, item in enumerate(ordered) if item["id"] == after]
+        if not places:
+            raise InvalidRequestError(f"There is no {kind} {after[:128]!r}.", param="after")
+        ordered = ordered[places[0] + 1 :]
+    return ordered[:limit], len(ordered) > limit
 
 
 def list_object(objects: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:

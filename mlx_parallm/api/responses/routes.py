@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import Depends, Query, Request, Response
 from starlette.responses import JSONResponse
 
-from mlx_parallm.api.files.schema import list_object
+from mlx_parallm.api.files.schema import list_object, page_of
 from mlx_parallm.api.http.auth import INTERNAL_CALLER
 from mlx_parallm.api.http.body_budget import held_body
 from mlx_parallm.api.http.declared import COUNT, INPUT
@@ -247,15 +247,14 @@ async def list_input_items(
 
     ``after`` is the last id of the page before.
     """
-    items = list(responses.get(response_id, client).items)
-    if order == "desc":
-        items.reverse()
-    if after is not None:
-        places = [place for place, item in enumerate(items) if item["id"] == after]
-        if not places:
-            raise InvalidRequestError(f"There is no item {after[:128]!r}.", param="after")
-        items = items[places[0] + 1 :]
-    return list_object([shown(item, include) for item in items[:limit]], len(items) > limit)
+    page, has_more = page_of(
+        responses.get(response_id, client).items,
+        after=after,
+        limit=limit,
+        descending=order == "desc",
+        kind="item",
+    )
+    return list_object([shown(item, include) for item in page], has_more)
 
 
 async def _prepare(
