@@ -207,6 +207,13 @@ class FakeEngine:
             reasoning_format=THINK,
         )
 
+    def reset(self) -> None:
+        """Answer as at first again, and forget what was requests and aborted."""
+        self.script, self.refusal = write("hello"), None
+        for requests in (self.submitted, self.aborted):
+            while not requests.empty():
+                requests.get()
+
     def statuses(self) -> Sequence[ModelStatus]:
         pooling = () if self.pooling is None else self.pooling.thread.statuses()
         return [*map(status_of, self.models()), *pooling]

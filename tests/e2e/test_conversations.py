@@ -45,10 +45,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeEngin
 @pytest.fixture
 def engine(served: tuple[FakeEngine, str]) -> FakeEngine:
     engine = served[0]
-    engine.script = write("hello")
-    for queue in (engine.submitted, engine.aborted):
-        while not queue.empty():
-            queue.get()
+    engine.reset()
     return engine
 
 

@@ -48,10 +48,7 @@ def served() -> Iterator[tuple[FakeEngine, str]]:
 @pytest.fixture
 def engine(served: tuple[FakeEngine, str]) -> FakeEngine:
     engine = served[0]
-    engine.script, engine.refusal = write("hello"), None
-    for queue in (engine.submitted, engine.aborted):
-        while not queue.empty():
-            queue.get()
+    engine.reset()
     return engine
 
 
