@@ -208,7 +208,7 @@ class FakeEngine:
         )
 
     def reset(self) -> None:
-        """Answer as at first again, and forget what was requests and aborted."""
+        """Answer as at first again, and forget what was submitted and aborted."""
         self.script, self.refusal = write("hello"), None
         for requests in (self.submitted, self.aborted):
             while not requests.empty():
