@@ -4,38 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from mlx_parallm.fairness import Client, SharedBudget
+from mlx_parallm.media.child.process import command, is_ended_by_file, request_of
 from mlx_parallm.media.fetch import Fetcher
 from mlx_parallm.media.reader import RunInThread, naming, read_base64
 from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 
-CHILD = Path(__file__).with_name("pdf_child.py")
 # MAX_PAGES: of all files of a request, as at Anthropic.
 MAX_PAGES = 100
 # MAX_CHILDREN: files that are read at once.
 MAX_CHILDREN = 2
-# READ_S: most seconds until a file is read; a process has the processor less long.
-READ_S = 60.0
+# READ_S, CPU_S: most seconds until a file is read, and of them with the processor.
+READ_S, CPU_S = 60.0, 20
 # MAX_IMAGE_CHARS: characters of all pages of a file as images in base64.
 MAX_IMAGE_CHARS = 32_000_000
-# OUT_OF_MEMORY: the exit code of a process whose memory ended. ENDED_BY_FILE: those for which the
-# file is the reason: its processor time was over, or the reader crashed.
-OUT_OF_MEMORY = 3
-ENDED_BY_FILE = frozenset(
-    {
-        OUT_OF_MEMORY,
-        *(-signal.Signals[f"SIG{name}"] for name in ("XCPU", "KILL", "SEGV", "ABRT", "BUS")),
-    }
-)
 # LOGGED: characters of a process's problems that are logged.
 LOGGED = 2000
 # START, START_BYTES: the beginning of a file's first bytes, which junk may precede.
@@ -100,13 +88,13 @@ class PdfReader:
                     "PDF files need an extra on the server: pip install 'mlx-parallm[pdf]'.",
                     code="unsupported_parameter",
                 )
-            header = {
+            settings = {
                 "as_images": as_images,
                 "max_pages": room.pages,
                 "max_pixels": self._limits.max_pixels,
                 "max_chars": MAX_IMAGE_CHARS if as_images else room.chars,
             }
-            answer = await self._answer(content, is_url, json.dumps(header).encode() + b"\n")
+            answer = await self._answer(content, is_url, settings)
             if "error" in answer:
                 raise InvalidRequestError(answer["error"])
         pages: list[str] = answer["pages"]
@@ -114,32 +102,32 @@ class PdfReader:
         room.chars -= 0 if as_images else sum(map(len, pages))
         return pages
 
-    async def _answer(self, content: str, is_url: bool, header: bytes) -> dict[str, Any]:
+    async def _answer(self, content: str, is_url: bool, settings: dict[str, Any]) -> dict[str, Any]:
         if is_url:
             async with (
                 self._fetcher.fetched(content, self._client()) as data,
                 self._places.acquired(1, self._client()),
             ):
-                return await self._read(header, data)
+                return await self._read(settings, data)
         # Files that wait for a place are not decoded yet.
         async with self._places.acquired(1, self._client()):
             data = await self._in_thread(lambda: read_base64(content, self._limits))
-            return await self._read(header, data)
+            return await self._read(settings, data)
 
-    async def _read(self, header: bytes, data: bytes) -> dict[str, Any]:
+    async def _read(self, settings: dict[str, Any], data: bytes) -> dict[str, Any]:
         """Return the answer of a new process."""
         if START not in data[:START_BYTES]:
             raise InvalidRequestError("The file is no PDF file.")
         pipe = asyncio.subprocess.PIPE
         try:
             child = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", str(CHILD), stdin=pipe, stdout=pipe, stderr=pipe
+                *command("pdf", CPU_S), stdin=pipe, stdout=pipe, stderr=pipe
             )
         except OSError as problem:
             raise OverloadedError("No process could be started for the PDF file.") from problem
         try:
             async with asyncio.timeout(READ_S):
-                answer, problems = await child.communicate(header + data)
+                answer, problems = await child.communicate(request_of(data, **settings))
         except TimeoutError:
             # It has used less than its processor time: others had the processors.
             raise OverloadedError("There was no time to read the PDF file; try again.") from None
@@ -147,7 +135,7 @@ class PdfReader:
             if child.returncode is None:
                 child.kill()
                 await child.wait()
-        if child.returncode in ENDED_BY_FILE:
+        if is_ended_by_file(child.returncode):
             raise InvalidRequestError("The PDF file takes too much time or memory to read.")
         if child.returncode:
             shown = problems.decode(errors="replace")[-LOGGED:]

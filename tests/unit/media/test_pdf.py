@@ -13,9 +13,10 @@ import pytest
 from PIL import Image
 
 from mlx_parallm.media import pdf
+from mlx_parallm.media.child import process
 from mlx_parallm.media.fetch import Fetcher
 from mlx_parallm.media.pdf import MAX_PAGES, PdfReader, PdfRoom
-from mlx_parallm.media.pdf_child import SIDE
+from mlx_parallm.media.child.pdf import SIDE
 from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 from tests.pdf_files import bomb, encrypted, looped, pdf_of
@@ -118,8 +119,8 @@ async def test_only_the_files_own_failures_are_its_fault(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "child.py").write_text(program)
-    monkeypatch.setattr(pdf, "CHILD", tmp_path / "child.py")
+    (tmp_path / "pdf.py").write_text(program)
+    monkeypatch.setattr(process, "READERS", tmp_path)
     with pytest.raises(kind, match=words):
         await read(pdf_of("Hello"))
 

@@ -1,9 +1,6 @@
-"""The program that reads one PDF file: ``python -I pdf_child.py``, from stdin to stdout.
+"""Reads a PDF file, in a process of its own.
 
-PDF files make their readers crash, and take memory and time, so each is read by a process of its
-own, which bounds itself and has nothing but Python, pypdfium2 and Pillow. Scripts in a file are not
-run. The request is a line of JSON, and the file follows; the answer is JSON with ``pages`` or
-``error``.
+Scripts in a file are not run. The answer is JSON with ``pages`` or ``error``.
 """
 
 from __future__ import annotations
@@ -11,19 +8,11 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-import resource
-import sys
 from base64 import b64encode
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
-# MEMORY_BYTES, CPU_S: most address space and processor time.
-MEMORY_BYTES = 1 << 30
-CPU_S = 20
-# NICENESS: how far it lets the server's own work go first.
-NICENESS = 10
 # SIDE: longest side of a page's image in pixels; SCALE: most pixels per point, 144 a inch.
 SIDE = 1568
 SCALE = 2.0
@@ -31,8 +20,6 @@ SCALE = 2.0
 ROUNDING = 0.98
 # MOST_CHARS: of the text of a page.
 MOST_CHARS = 8_000_000
-# OUT_OF_MEMORY: the exit code if the file takes more memory than there may be.
-OUT_OF_MEMORY = 3
 # PASSWORD: PDFium's code of a file that is encrypted with a password.
 PASSWORD = 4
 
@@ -41,28 +28,13 @@ class RefusedError(Exception):
     """The file is not read; the message says why."""
 
 
-def main() -> None:
-    """Answer the request."""
-    _bound()
-    request: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+def answer(data: bytes, output: BinaryIO, **request: Any) -> None:
+    """Answer a request with the arguments of ``_pages``."""
     try:
-        pages = _pages(sys.stdin.buffer.read(), **request)
-        answer: dict[str, Any] = {"pages": pages}
+        content: dict[str, Any] = {"pages": _pages(data, **request)}
     except RefusedError as refusal:
-        answer = {"error": str(refusal)}
-    except MemoryError:
-        os._exit(OUT_OF_MEMORY)
-    sys.stdout.write(json.dumps(answer))
-
-
-def _bound() -> None:
-    os.nice(NICENESS)
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    if sys.platform == "linux":
-        # macOS has this limit without enforcing it.
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        content = {"error": str(refusal)}
+    output.write(json.dumps(content).encode())
 
 
 def _pages(
@@ -72,7 +44,7 @@ def _pages(
 
     All of them have at most ``max_chars``, images in base64.
     """
-    # The limits hold while it is loaded, too.
+    # The server itself never loads it.
     import pypdfium2  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
 
     try:
@@ -122,7 +94,3 @@ def _text(page: Any) -> str:
     words = text.get_text_range().encode("utf-8", "replace").decode()
     page.close()
     return words.replace("\r\n", "\n").strip()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""Processes of their own that read the files whose readers may crash."""
