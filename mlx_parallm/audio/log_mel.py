@@ -16,7 +16,7 @@ FRAMES_PER_S = SAMPLE_RATE // HOP
 # SILENCE: the least power, and RANGE: how far below the loudest a feature may be, in powers of 10.
 SILENCE, RANGE = 1e-10, 8.0
 # BATCH: frames that are transformed at once, so that hours take no more memory than minutes.
-BATCH = 6000
+BATCH = 1500
 # The mel scale of Slaney's Auditory Toolbox (1998): linear up to 1,000 Hz, then logarithmic.
 LINEAR_HZ, LINEAR_MELS, LOG_STEP = 1000.0, 15.0, np.log(6.4) / 27.0
 
@@ -41,32 +41,38 @@ class LogMel:
         num_samples = max(num_frames * HOP, len(samples))
         # Frames behind these have zeros only.
         num_heard = min(num_frames, (len(samples) + FRAME // 2) // HOP + 1)
-        padded = np.zeros((num_heard - 1) * HOP + FRAME, np.float32)
-        _fill(padded, samples, num_samples)
-        frames = np.lib.stride_tricks.sliding_window_view(padded, FRAME)[::HOP]
         logs = np.full((num_frames, self.num_mels), np.log10(SILENCE), np.float32)
         window, filters = _window(), mel_filters(self.num_mels)
         for first in range(0, num_heard, BATCH):
-            batch = frames[first : first + BATCH]
-            power = np.abs(np.fft.rfft(batch * window)) ** 2
-            mels = np.maximum(power @ filters, SILENCE)
-            logs[first : first + len(batch)] = np.log10(mels)
-        return (np.maximum(logs, logs.max() - np.float32(RANGE)) + 4) / 4
+            end = min(first + BATCH, num_heard)
+            power = np.abs(np.fft.rfft(_frames(samples, num_samples, first, end) * window)) ** 2
+            logs[first:end] = np.log10(np.maximum(power @ filters, SILENCE))
+        np.maximum(logs, logs.max() - np.float32(RANGE), out=logs)
+        logs += 4
+        logs /= 4
+        return logs
 
 
-def _fill(padded: np.ndarray, samples: np.ndarray, num_samples: int) -> None:
-    """Put samples behind half a frame, mirrored at both ends of ``num_samples``."""
+def _frames(samples: np.ndarray, num_samples: int, first: int, end: int) -> np.ndarray:
+    """Return frames ``first`` to ``end - 1``, float32 ``[end - first, FRAME]``.
+
+    The middle of frame n is sample ``n * HOP``. Silence follows the samples up to ``num_samples``,
+    and what is before the first and behind that is mirrored.
+    """
     half = FRAME // 2
-    whole = len(padded) - half
-    padded[half : half + min(len(samples), whole)] = samples[:whole]
-    if len(samples) > 1:
+    begin = first * HOP - half
+    around = np.zeros((end - 1 - first) * HOP + FRAME, np.float32)
+    part = samples[max(0, begin) : begin + len(around)]
+    around[max(0, -begin) : max(0, -begin) + len(part)] = part
+    if begin < 0:
         mirrored = samples[1 : half + 1][::-1]
-        padded[half - len(mirrored) : half] = mirrored
+        around[half - len(mirrored) : half] = mirrored
     # The last frame of a full recording reaches beyond its end.
-    behind = len(padded) - half - num_samples
+    last = num_samples - begin
+    behind = len(around) - last
     if behind > 0:
-        ends = padded[half + num_samples - 1 - behind : half + num_samples - 1]
-        padded[half + num_samples :] = ends[::-1]
+        around[last:] = around[last - 1 - behind : last - 1][::-1]
+    return np.lib.stride_tricks.sliding_window_view(around, FRAME)[::HOP]
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy as np
 from mlx_parallm.audio.log_mel import HOP, SAMPLE_RATE, LogMel
 from mlx_parallm.audio.windows import WINDOW_FRAMES
 from mlx_parallm.types.model_input import HostArray, ModelInput, audio_of
+
+FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,11 +23,13 @@ class Recording:
         features: float32 ``[frames, mels]``; at least a window.
         num_frames: frames that were recorded; silence is behind them.
         seconds: how long it lasts.
+        content: digest of its features.
     """
 
     features: np.ndarray
     num_frames: int
     seconds: float
+    content: bytes
 
     @property
     def is_long(self) -> bool:
@@ -32,14 +37,20 @@ class Recording:
         return self.num_frames > WINDOW_FRAMES
 
     def window(self, first: int) -> ModelInput:
-        """Return the source of the window from a frame on; equal features give equal sources."""
+        """Return the source of the window from a frame on; equal recordings give equal sources."""
         rows = self.features[first : first + WINDOW_FRAMES]
         if len(rows) < WINDOW_FRAMES:
             # transformers puts zeros behind the features of a long recording, not silence.
             rows = np.pad(rows, ((0, WINDOW_FRAMES - len(rows)), (0, 0)))
-        data = np.ascontiguousarray(rows).tobytes()
-        content = hashlib.blake2b(data, digest_size=32).hexdigest()
-        return audio_of(HostArray("float32", rows.shape, data), content)
+        content = hashlib.blake2b(self.content + b"%d" % first, digest_size=32).hexdigest()
+        return audio_of(HostArray("float32", rows.shape, rows.tobytes()), content)
+
+
+def bytes_of(seconds: float, num_mels: int) -> int:
+    """Return the most memory that ``recorded`` holds: the samples and their features."""
+    num_samples = math.ceil(seconds * SAMPLE_RATE)
+    num_frames = max(WINDOW_FRAMES, num_samples // HOP)
+    return FLOAT_BYTES * (num_samples + num_frames * num_mels)
 
 
 def recorded(samples: np.ndarray, num_mels: int) -> Recording:
@@ -47,4 +58,5 @@ def recorded(samples: np.ndarray, num_mels: int) -> Recording:
     # The last samples are a frame of their own if they are few, and else in the one before.
     num_frames = max(1, len(samples) // HOP)
     features = LogMel(num_mels).features(samples, max(num_frames, WINDOW_FRAMES))
-    return Recording(features, num_frames, len(samples) / SAMPLE_RATE)
+    digest = hashlib.blake2b(features.data, digest_size=32, salt=b"%d" % num_mels)
+    return Recording(features, num_frames, len(samples) / SAMPLE_RATE, digest.digest())

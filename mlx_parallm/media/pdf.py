@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mlx_parallm.fairness import Client, SharedBudget
-from mlx_parallm.media.child.process import command, is_ended_by_file, request_of
+from mlx_parallm.media.child.process import command, header_of, is_ended_by_file
 from mlx_parallm.media.fetch import Fetcher
 from mlx_parallm.media.reader import RunInThread, naming, read_base64
 from mlx_parallm.media_limits import MediaLimits
@@ -127,7 +127,7 @@ class PdfReader:
             raise OverloadedError("No process could be started for the PDF file.") from problem
         try:
             async with asyncio.timeout(READ_S):
-                answer, problems = await child.communicate(request_of(data, **settings))
+                answer, problems = await child.communicate(header_of(len(data), **settings) + data)
         except TimeoutError:
             # It has used less than its processor time: others had the processors.
             raise OverloadedError("There was no time to read the PDF file; try again.") from None

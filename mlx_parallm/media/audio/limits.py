@@ -18,12 +18,19 @@ class AudioForm:
     Attributes:
         rate: samples of a channel per second.
         num_channels: the channels.
-        num_frames: samples of a channel.
+        num_frames: samples of a channel; None if the file does not say.
     """
 
     rate: int
     num_channels: int
-    num_frames: int
+    num_frames: int | None
+
+    def most_frames(self, max_seconds: float) -> int:
+        """Return how many samples of a channel are decoded at most.
+
+        One more than ``max_seconds`` have shows that a file of unknown length is too long.
+        """
+        return self.num_frames if self.num_frames is not None else int(max_seconds * self.rate) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +58,17 @@ class AudioLimits:
             raise InvalidRequestError(
                 f"The audio has {form.num_channels} channels; 1 to {MOST_CHANNELS} are taken."
             )
-        if form.num_frames > self.max_seconds * form.rate:
+        if form.num_frames is not None:
+            self.check_seconds(form.num_frames / form.rate)
+
+    def check_seconds(self, seconds: float) -> None:
+        """Refuse a file that lasts too long.
+
+        Raises:
+            InvalidRequestError: it does.
+        """
+        if seconds > self.max_seconds:
             raise InvalidRequestError(
-                f"The audio lasts {form.num_frames / form.rate:.1f} s; at most "
-                f"{self.max_seconds:g} s are taken (--max-audio-seconds)."
+                f"The audio lasts {seconds:.1f} s; at most {self.max_seconds:g} s are taken "
+                "(--max-audio-seconds)."
             )

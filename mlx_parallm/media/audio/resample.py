@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 
 import numpy as np
@@ -19,35 +19,59 @@ LARGEST = 1000
 # LEAST_COLUMNS: outputs of one row of a product, so that it is one of matrices.
 LEAST_COLUMNS = 64
 # BATCH: rows of a product, which take a copy.
-BATCH = 4096
+BATCH = 1024
 
 
-def resampled(parts: Iterable[np.ndarray], rate: int, wanted: int) -> np.ndarray:
+def resampled(parts: Iterable[np.ndarray], rate: int, wanted: int, most: int) -> np.ndarray:
     """Return samples at another rate, float32, as long as before in seconds.
 
     Args:
         parts: the samples, one part after the other, of which only the latest is held.
         rate: that of these samples.
         wanted: the other one.
+        most: how many samples the parts have at most.
     """
-    if rate == wanted:
-        return np.concatenate([np.zeros(0, np.float32), *parts])
-    ratio = Fraction(wanted, rate).limit_denominator(LARGEST)
-    table, step, half = _table(ratio)
-    made: list[np.ndarray] = []
-    rest, length = np.zeros(half, np.float32), 0
-    for part in itertools.chain(parts, [None]):
-        # What follows the last sample is silence.
-        new = np.zeros(len(table) + step, np.float32) if part is None else part
-        length += 0 if part is None else len(part)
-        rest = np.concatenate([rest, new])
+    # The system has no memory for what is not written yet, so ``most`` may be far too many.
+    made = np.empty(_length(most, rate, wanted), np.float32)
+    heard, num_made = _Heard(parts), 0
+    for samples in heard if rate == wanted else _converted(heard, Fraction(wanted, rate)):
+        end = min(num_made + len(samples), len(made))
+        made[num_made:end] = samples[: end - num_made]
+        num_made = end
+    made.resize(_length(heard.num_samples, rate, wanted), refcheck=False)
+    return made
+
+
+def _length(num_samples: int, rate: int, wanted: int) -> int:
+    return round(num_samples * wanted / rate)
+
+
+class _Heard:
+    """Yields parts, and counts their samples."""
+
+    def __init__(self, parts: Iterable[np.ndarray]) -> None:
+        self.num_samples = 0
+        self._parts = parts
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for part in self._parts:
+            self.num_samples += len(part)
+            yield part
+
+
+def _converted(parts: Iterable[np.ndarray], ratio: Fraction) -> Iterator[np.ndarray]:
+    """Yield samples at a rate that is ``ratio`` times as high, and some behind them."""
+    table, step, half = _table(ratio.limit_denominator(LARGEST))
+    rest = np.zeros(half, np.float32)
+    # What follows the last sample is silence.
+    for part in itertools.chain(parts, [np.zeros(len(table) + step, np.float32)]):
+        rest = np.concatenate([rest, part])
         num_rows = max(0, (len(rest) - len(table)) // step + 1)
-        rows = (
-            np.lib.stride_tricks.sliding_window_view(rest, len(table))[::step] if num_rows else ()
-        )
-        made += [rows[first : first + BATCH] @ table for first in range(0, num_rows, BATCH)]
+        if num_rows:
+            rows = np.lib.stride_tricks.sliding_window_view(rest, len(table))[::step]
+            for first in range(0, num_rows, BATCH):
+                yield (rows[first : first + BATCH] @ table).reshape(-1)
         rest = rest[num_rows * step :]
-    return np.concatenate([row.reshape(-1) for row in made])[: round(length * wanted / rate)]
 
 
 @functools.lru_cache(8)

@@ -39,9 +39,9 @@ def command(reader: str, cpu_s: int, wall_s: float = 0.0) -> list[str]:
     return [sys.executable, "-I", str(PROGRAM), str(file), str(cpu_s), str(wall_s)]
 
 
-def request_of(data: bytes, **arguments: Any) -> bytes:
-    """Return what a process reads: a file, and arguments of its reader."""
-    return json.dumps({"size": len(data), **arguments}).encode() + b"\n" + data
+def header_of(size: int, **arguments: Any) -> bytes:
+    """Return what a process reads before a file: its size, and arguments of the reader."""
+    return json.dumps({"size": size, **arguments}).encode() + b"\n"
 
 
 def is_ended_by_file(exit_code: int | None) -> bool:

@@ -14,9 +14,9 @@ from PIL import Image
 
 from mlx_parallm.media import pdf
 from mlx_parallm.media.child import process
+from mlx_parallm.media.child.pdf import SIDE
 from mlx_parallm.media.fetch import Fetcher
 from mlx_parallm.media.pdf import MAX_PAGES, PdfReader, PdfRoom
-from mlx_parallm.media.child.pdf import SIDE
 from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 from tests.pdf_files import bomb, encrypted, looped, pdf_of
