@@ -220,7 +220,7 @@ def test_the_form_of_changed_files_is_read_or_refused(name: str) -> None:
 @pytest.mark.parametrize("name", list(SAMPLES))
 def test_changed_files_are_decoded_or_refused(name: str) -> None:
     chance = random.Random(name)
-    for _ in range(10):
+    for _ in range(5):
         is_refused(changed(SAMPLES[name], chance), has_samples=True)
 
 
@@ -228,5 +228,5 @@ def test_changed_files_are_decoded_or_refused(name: str) -> None:
 @pytest.mark.parametrize("name", list(SAMPLES))
 def test_many_changed_files_are_decoded_or_refused(name: str) -> None:
     chance = random.Random(f"many {name}")
-    for _ in range(200):
+    for _ in range(100):
         is_refused(changed(SAMPLES[name], chance), has_samples=True)
