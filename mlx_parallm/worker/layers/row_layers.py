@@ -20,6 +20,8 @@ import mlx.nn as nn
 
 from mlx_parallm.types.shape_buckets import ROW_COUNTS
 from mlx_parallm.worker.device.kernel_trial import KernelTrials, ShapeTrials
+from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.layers.packed import packing_of, products_for
 from mlx_parallm.worker.layers.row_kernel import MAX_ROWS, RowKernel, why_not, why_unsupported
 from mlx_parallm.worker.layers.wrapped_calls import replace_class
 
@@ -90,7 +92,8 @@ class RowProduct:
         self.widths = [layer["weight"].shape[0] for layer in layers]
         self._candidate = kernel
         self._trial = trial
-        self._packing = _packing(layers[0])
+        packing = packing_of(layers[0])
+        self._packed = None if packing is None else products_for(packing, backend_name())
         self._views: dict[int, mx.array] = {}
         self._input: mx.array | None = None
         self._outputs: list[Part | None] = []
@@ -101,7 +104,7 @@ class RowProduct:
         self._merge()
         kernel, self._candidate = self._candidate, None
         trial, self._trial = self._trial, None
-        if kernel is None or trial is None or self._packing is not None:
+        if kernel is None or trial is None or self._packed is not None:
             return
         weight = self.arrays[0]
         shape = (*self.widths, weight.shape[1], weight.dtype)
@@ -111,7 +114,7 @@ class RowProduct:
     def serves(self, x: mx.array) -> bool:
         """True if x is rows of one token each, in a bucketed number and the weights' dtype."""
         is_rows = x.ndim == 3 and x.shape[1] == 1 and x.shape[0] in ROW_COUNTS
-        return is_rows and x.dtype == _arrays(self.layers[0])[-1].dtype
+        return is_rows and (self._packed is not None or x.dtype == self.layers[0]["weight"].dtype)
 
     def take(self, index: int, x: mx.array) -> mx.array:
         """Return one layer's output; those of the others are kept until these are called."""
@@ -140,7 +143,7 @@ class RowProduct:
         # For one row, MLX's own matrix-vector kernel is faster.
         if self.kernel is not None and 1 < rows <= MAX_ROWS:
             return list(map(_own_part, self.kernel(x, self.arrays[0], self.widths)))
-        whole = x @ self._view(rows) if self._packing is None else _flat(self._packed_product, x)
+        whole = x @ self._view(rows) if self._packed is None else self._packed(x, self.arrays)
         if len(self.widths) == 1:
             return [_own_part(whole)]
         ends = [sum(self.widths[: i + 1]) for i in range(len(self.widths) - 1)]
@@ -149,12 +152,6 @@ class RowProduct:
             Part(output, Columns(whole, first))
             for output, first in zip(outputs, [0, *ends], strict=True)
         ]
-
-    def _packed_product(self, x: mx.array) -> mx.array:
-        assert self._packing is not None
-        packed, scales, biases = self.arrays
-        bits, size = self._packing
-        return mx.quantized_matmul(x, packed, scales, biases, group_size=size, bits=bits)
 
     def _is_current(self) -> bool:
         """True if the layers still have the weights that ``_merge`` read."""
@@ -202,16 +199,18 @@ class RowLinear(nn.Linear):
 class RowQuantizedLinear(nn.QuantizedLinear):
     """A layer with packed weights; a ``RowProduct`` computes its rows if there is one.
 
-    Other inputs are flattened to ``[1, T, K]``. MLX's CUDA backend treats ``[T, 1, K]`` as T
-    products of one row each: 2,048 rows take 25 times as long. Metal flattens by itself.
+    Other inputs are multiplied by the way that is fastest for their number of rows.
     """
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return what ``nn.QuantizedLinear`` returns."""
+        if self.training:
+            return super().__call__(x)
         product: RowProduct | None = self.get("_product")
-        if product is not None and not self.training and product.serves(x):
+        if product is not None and product.serves(x):
             return product.take(self["_index"], x)
-        return _flat(super().__call__, x)
+        output = self["_packed"](x, _arrays(self))
+        return output + self["bias"] if "bias" in self else output
 
 
 class RowEmbedding(nn.Embedding):
@@ -230,10 +229,12 @@ class RowQuantizedEmbedding(nn.QuantizedEmbedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Return what ``nn.QuantizedEmbedding.as_linear`` returns."""
+        if self.training:
+            return super().as_linear(x)
         product: RowProduct | None = self.get("_product")
-        if product is not None and not self.training and product.serves(x):
+        if product is not None and product.serves(x):
             return product.take(0, x)
-        return _flat(super().as_linear, x)
+        return self["_packed"](x, _arrays(self))
 
 
 ROW_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
@@ -290,11 +291,28 @@ def row_products(
     for product in products:
         for index, layer in enumerate(product.layers):
             replace_class(layer, ROW_LAYERS[type(layer)], _product=product, _index=index)
-    # Packed layers without a product, because of a bias or their mode, only flatten their input.
-    rest = (layer for layer in model.modules() if type(layer) in ROW_LAYERS and _packing(layer))
-    for layer in {id(layer): layer for layer in rest}.values():
-        replace_class(layer, ROW_LAYERS[type(layer)])
+    use_packed_layers(model)
     return products
+
+
+def use_packed_layers(model: nn.Module) -> int:
+    """Make a model's packed layers multiply by the way for their rows; return how many are new.
+
+    Layers that a ``RowProduct`` computes get it for their other inputs.
+    """
+    ways = {
+        id(layer): (layer, products_for(packing, backend_name()))
+        for layer in model.modules()
+        if (packing := packing_of(layer)) is not None and "_packed" not in layer
+    }
+    num_new = 0
+    for layer, packed in ways.values():
+        if type(layer) in ROW_LAYERS:
+            replace_class(layer, ROW_LAYERS[type(layer)])
+            num_new += 1
+        if type(layer) in ROW_LAYERS.values():
+            layer["_packed"] = packed
+    return num_new
 
 
 def _num_row_layers(model: nn.Module) -> int:
@@ -306,7 +324,7 @@ def _begin(kernel: RowKernel, groups: Sequence[Sequence[nn.Module]]) -> None:
     """Begin to compile the kernel for all groups that it takes, all at the same time."""
     for group in groups:
         weights = [layer["weight"] for layer in group]
-        if not _packing(group[0]) and why_unsupported(weights, len(group)) is None:
+        if packing_of(group[0]) is None and why_unsupported(weights, len(group)) is None:
             kernel.begin(weights[0].dtype, len(group))
 
 
@@ -346,37 +364,22 @@ def _groups(model: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def _fits(layer: Any) -> bool:
-    if type(layer) not in ROW_LAYERS or "bias" in layer:
-        return False
-    return _packing(layer) is None or layer.mode == "affine"
+    return type(layer) in ROW_LAYERS and "bias" not in layer
 
 
 def _alike(layers: Sequence[nn.Module]) -> bool:
     """True if the layers' weights can be concatenated."""
     kinds = {
-        (type(layer), layer["weight"].shape[1:], layer["weight"].dtype, _packing(layer))
+        (type(layer), layer["weight"].shape[1:], layer["weight"].dtype, packing_of(layer))
         for layer in layers
     }
     return len(kinds) == 1
 
 
-def _packing(layer: Any) -> tuple[int, int] | None:
-    """Return bits and group size of packed weights; None if the layer has others."""
-    if isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding):
-        return layer.bits, layer.group_size
-    return None
-
-
 def _names(layer: nn.Module) -> tuple[str, ...]:
-    return ("weight", "scales", "biases") if _packing(layer) else ("weight",)
+    packing = packing_of(layer)
+    return ("weight",) if packing is None else packing.names
 
 
 def _arrays(layer: nn.Module) -> list[mx.array]:
     return [layer[name] for name in _names(layer)]
-
-
-def _flat(run: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
-    """Return ``run`` of x ``[..., K]`` as ``[1, T, K]``, with the axes of x restored."""
-    if x.ndim < 3 or x.shape[0] == 1:
-        return run(x)
-    return run(x.reshape(1, -1, x.shape[-1])).reshape(*x.shape[:-1], -1)
