@@ -11,6 +11,10 @@ MIN_SCORES = 4096
 # MAX_SCORE_BYTES: above this size, scores are not stored (up to three times over); the fused
 # operation computes them in passing.
 MAX_SCORE_BYTES = 1 << 28
+# TILE_SCORES: scores that a CPU computes at once. They fit in its cache, where the passes over them
+# take half the time: 155 instead of 300 ms for the 13.5 million scores of 6 heads and 1,500
+# positions, on an EPYC.
+TILE_SCORES = 1 << 19
 # _MASKED is added to masked scores, which end far below any other, and finite.
 _MASKED = -1e30
 
@@ -46,6 +50,25 @@ def softmax_attention(
         return _by_products(queries, keys, values, scale, mask)
     if queries.dtype != mx.float32 or num_scores < MIN_SCORES or not is_exp_slow():
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    rows = max(1, TILE_SCORES * length // num_scores)
+    if length <= rows:
+        return _by_powers(queries, keys, values, scale, mask)
+    outputs: list[mx.array] = []
+    for first in range(0, length, rows):
+        tile = queries[:, :, first : first + rows]
+        if outputs:
+            # One tile after the other, so that later ones reuse the memory of earlier ones.
+            (tile,) = mx.depends([tile], outputs[-1:])
+        is_same = mask is None or mask.ndim < 2 or mask.shape[-2] == 1
+        own_mask = mask if is_same else mask[..., first : first + rows, :]
+        outputs.append(_by_powers(tile, keys, values, scale, own_mask))
+    return mx.concatenate(outputs, axis=2)
+
+
+def _by_powers(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | None
+) -> mx.array:
+    """Return attention from single operations, with powers of two in place of ``mx.exp``."""
     scores = (queries * (scale * LOG2_E)) @ keys.swapaxes(-1, -2)
     if mask is not None:
         # Adding costs a fifth of mx.where over the scores, and the mask itself is small.

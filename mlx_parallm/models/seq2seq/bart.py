@@ -32,10 +32,11 @@ from mlx_parallm.models.seq2seq.positions import (
     marian_sinusoids,
 )
 from mlx_parallm.models.seq2seq.tables import HEAD, LOGITS_BIAS, one_table
+from mlx_parallm.numerics.elementary import gelu
 from mlx_parallm.types.model_input import TOKEN_IDS
 
 ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
-    "gelu": nn.gelu,
+    "gelu": gelu,
     "gelu_new": nn.gelu_approx,
     "relu": nn.relu,
     "silu": nn.silu,

@@ -28,12 +28,13 @@ from mlx_parallm.models.seq2seq.packed_rows import (
     split_heads,
 )
 from mlx_parallm.models.seq2seq.tables import one_table
+from mlx_parallm.numerics.elementary import gelu
 from mlx_parallm.types.model_input import TOKEN_IDS
 
 GATED = "gated-"
 ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "relu": nn.relu,
-    "gelu": nn.gelu,
+    "gelu": gelu,
     "gelu_new": nn.gelu_approx,
     "silu": nn.silu,
     "swish": nn.silu,

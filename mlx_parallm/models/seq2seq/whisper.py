@@ -20,6 +20,7 @@ from mlx_parallm.models.checkpoint_names import Weights
 from mlx_parallm.models.seq2seq import bart
 from mlx_parallm.models.seq2seq.interface import Arrays
 from mlx_parallm.models.seq2seq.tables import HEAD, HEADS, one_table
+from mlx_parallm.numerics.elementary import gelu
 from mlx_parallm.types.model_input import LOG_MEL
 
 FAMILY = bart.Family(norms_before=True, positions="table", has_bias=False, has_key_bias=False)
@@ -107,8 +108,8 @@ class Encoder(nn.Module):
 
     def embed(self, features: mx.array) -> mx.array:
         """Return the input of the first layer ``[B, S, E]`` for features ``[B, 2 S, mels]``."""
-        x = nn.gelu(self.conv1(features.astype(self.conv1.weight.dtype)))
-        x = nn.gelu(self.conv2(x))
+        x = gelu(self.conv1(features.astype(self.conv1.weight.dtype)))
+        x = gelu(self.conv2(x))
         return x + self.embed_positions(mx.arange(x.shape[1])).astype(x.dtype)
 
     def finish(self, x: mx.array) -> mx.array:

@@ -70,6 +70,26 @@ def test_attention_is_the_fused_one(name: str, size: float) -> None:
     assert not mx.array_equal(mixed, wanted)
 
 
+@pytest.mark.usefixtures("slow_exp")
+@pytest.mark.parametrize("name", list(masks()))
+def test_attention_in_tiles_is_that_of_all_queries(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = np.random.default_rng(0)
+    shapes = ((3, 4, 7, 8), (3, 4, 9, 8), (3, 4, 9, 5))
+    inputs = [mx.array(source.standard_normal(shape).astype(np.float32)) for shape in shapes]
+
+    def mixed(queries: mx.array) -> mx.array:
+        return softmax_attention(queries, *inputs[1:], scale=0.3, mask=masks()[name])
+
+    slopes = mx.grad(lambda queries: mixed(queries).square().sum())
+    wanted = mixed(inputs[0]), slopes(inputs[0])
+    # Three tiles: of three rows, three, and one.
+    monkeypatch.setattr(attention, "TILE_SCORES", 3 * 3 * 4 * 9)
+    for tiled, whole in zip((mixed(inputs[0]), slopes(inputs[0])), wanted, strict=True):
+        np.testing.assert_allclose(np.array(tiled), np.array(whole), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", list(masks()))
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
 def test_attention_is_the_fused_one_where_that_is_compiled_for_every_shape(
