@@ -5,9 +5,12 @@ The metrics are written on the engine thread; a scrape may read them from any th
 
 from __future__ import annotations
 
+import collections
 import time
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -44,6 +47,18 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50
 #: ``COMPUTED``, ``CACHED``: vLLM's names of where KV of prompt tokens comes from.
 COMPUTED, CACHED = "local_compute", "local_cache_hit"
 SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class CountingHistogram(Histogram):
+    """A histogram that takes equal values at once."""
+
+    def observe_counts(self, counts: Mapping[float, int]) -> None:
+        """Observe values, each so many times."""
+        # ``Histogram.observe`` takes one value, and these fields have no types.
+        histogram: Any = self
+        for value, count in counts.items():
+            histogram._sum.inc(value * count)
+            histogram._buckets[bisect_left(histogram._upper_bounds, value)].inc(count)
 
 
 class GenerationFamilies:
@@ -123,9 +138,9 @@ class GenerationFamilies:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"vllm:{name}", text, (*LABELS, *labels), registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> CountingHistogram:
         documentation = text or name.replace("_", " ").capitalize() + "."
-        return Histogram(
+        return CountingHistogram(
             f"vllm:{name}", documentation, LABELS, registry=self.registry, buckets=tuple(buckets)
         )
 
@@ -234,6 +249,8 @@ class EngineMetrics:
     def on_events(self, events: Iterable[GenerateEvent]) -> None:
         """Note a step's events that are about to be sent."""
         now, generated = self._clock(), 0
+        # Most samples got their last token in the same step, and so have the same latency.
+        latencies = collections.Counter[float]()
         for event in events:
             times = self._times.get(event.request_id)
             if times is None:
@@ -241,13 +258,14 @@ class EngineMetrics:
             match event:
                 case TokenEvent():
                     generated += len(event.token_ids)
-                    self._on_tokens(event, times, now)
+                    self._on_tokens(event, times, now, latencies)
                 case PromptEvent():
                     self._on_prompt(times.prompt_len, event.num_cached_tokens)
                 case ErrorEvent():
                     self._families.success.labels(*self._labels, "error").inc()
                     del self._times[event.request_id]
         self._generated.inc(generated)
+        self._inter_token.observe_counts(latencies)
 
     def _on_prompt(self, num_tokens: int, num_cached: int) -> None:
         families, labels = self._families, self._labels
@@ -296,14 +314,20 @@ class EngineMetrics:
             family = families.accepted_per_position.labels(*labels, str(position))
             family.inc(count - before[position])
 
-    def _on_tokens(self, event: TokenEvent, times: RequestTimes, now: float) -> None:
+    def _on_tokens(
+        self,
+        event: TokenEvent,
+        times: RequestTimes,
+        now: float,
+        latencies: collections.Counter[float],
+    ) -> None:
         count = len(event.token_ids)
         if count:
             last = times.last_token_s.get(event.index)
             if last is not None:
                 # Further tokens of one step come together: they have no latency of their own.
                 if now > last:
-                    self._inter_token.observe((now - last) / count)
+                    latencies[(now - last) / count] += 1
             elif times.first_token_s is None:
                 times.first_token_s = now
                 self._observe(self._families.first_token, now - times.arrival_s)

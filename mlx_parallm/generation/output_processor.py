@@ -29,10 +29,18 @@ class ProcessedStep:
 
 @dataclass(slots=True)
 class _Sample:
-    """The text state of one sample."""
+    """The text state of one sample.
+
+    Attributes:
+        detokenizer: turns its tokens into text.
+        matcher: looks for its stop strings.
+        has_stops: False if it has none.
+        num_tokens: its tokens so far.
+    """
 
     detokenizer: IncrementalDetokenizer
     matcher: StopTextMatcher
+    has_stops: bool
     num_tokens: int = 0
 
 
@@ -62,7 +70,7 @@ class _Request:
                 shown=self.params.shown_token_ids,
                 hidden=self.params.hidden_token_ids,
             )
-            self.samples[index] = _Sample(detokenizer, self.stop.matcher())
+            self.samples[index] = _Sample(detokenizer, self.stop.matcher(), self.stop.has_any)
         return self.samples[index]
 
     def close(self, index: int) -> None:
@@ -155,8 +163,11 @@ class OutputProcessor:
         has_news = update.token is not None or update.finish_reason is not None
         if update.index not in request.open or not has_news:
             return
+        sample = request.samples.get(update.index) or request.sample(update.index)
         make_event = _beam_event if update.earlier else _token_event
-        event = make_event(update, request.sample(update.index), request.params)
+        if not sample.has_stops and update.finish_reason is None and not update.earlier:
+            make_event = _plain_event
+        event = make_event(update, sample, request.params)
         step.events.append(event)
         if event.finish_reason is None:
             return
@@ -165,6 +176,22 @@ class OutputProcessor:
         request.close(update.index)
         if not request.open:
             self.remove(update.request_id)
+
+
+def _plain_event(update: SequenceUpdate, sample: _Sample, params: SamplingParams) -> TokenEvent:
+    """Return the event of a token that ends nothing: ``_token_event``, in short."""
+    token = update.token
+    if token is None or token.logprob is not None or update.is_forced_end:
+        return _token_event(update, sample, params)
+    sample.num_tokens += 1
+    token_id = token.token_id
+    return TokenEvent(
+        request_id=update.request_id,
+        index=update.index,
+        token_ids=(token_id,),
+        text=sample.detokenizer.add(token_id),
+        version=update.version,
+    )
 
 
 def _beam_event(update: SequenceUpdate, sample: _Sample, params: SamplingParams) -> TokenEvent:

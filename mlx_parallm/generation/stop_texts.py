@@ -25,6 +25,11 @@ class StopTexts:
         self.expressions = stop_expressions(tuple(expressions)) if expressions else None
         self.include_in_output = include_in_output
 
+    @property
+    def has_any(self) -> bool:
+        """Return True if any text ends a sample."""
+        return bool(self.patterns) or self.expressions is not None
+
     def matcher(self) -> StopTextMatcher:
         """Return a fresh matcher for one sample."""
         return StopTextMatcher(self)

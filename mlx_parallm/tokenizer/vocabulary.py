@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import re
 from collections.abc import Callable, Collection, Container, Sequence
 from functools import partial
@@ -21,21 +22,31 @@ _MAX_HELD = 3
 class ByteLevelDetokenizer:
     """Detokenizer of byte-level vocabularies, whose text is the UTF-8 of the tokens' bytes."""
 
-    __slots__ = ("_decoder", "_hidden", "_token_bytes")
+    __slots__ = ("_decoder", "_hidden", "_is_partial", "_vocabulary")
 
-    def __init__(self, token_bytes: Callable[[int], bytes], hidden: Container[int]) -> None:
-        self._token_bytes = token_bytes
+    def __init__(self, vocabulary: Vocabulary, hidden: Container[int]) -> None:
+        self._vocabulary = vocabulary
         self._hidden = hidden
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        # True while the decoder holds the first bytes of a character.
+        self._is_partial = False
 
     def add(self, token_id: int) -> str:
         """Take one token and return the text that became printable."""
         if token_id in self._hidden:
             return ""
-        return self._decoder.decode(self._token_bytes(token_id))
+        if not self._is_partial:
+            # Most tokens are whole characters, which need no decoder.
+            text = self._vocabulary.token_text(token_id)
+            if text is not None:
+                return text
+        text = self._decoder.decode(self._vocabulary.token_bytes(token_id))
+        self._is_partial = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """Return the text held back; an incomplete character becomes U+FFFD."""
+        self._is_partial = False
         return self._decoder.decode(b"", final=True)
 
 
@@ -112,6 +123,7 @@ class Vocabulary:
         self._byte_map = gpt2_byte_map()
         self._is_byte_level = self._backend is not None and _is_byte_level(self._backend)
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
 
     @property
     def backend_json(self) -> str | None:
@@ -136,6 +148,18 @@ class Vocabulary:
             cached = self._bytes[token_id] = self._compute_bytes(token_id)
         return cached
 
+    def token_text(self, token_id: int) -> str | None:
+        """Return the text of one token; None if its bytes are not whole UTF-8 characters."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            pass
+        text: str | None = None
+        with contextlib.suppress(UnicodeDecodeError):
+            text = self.token_bytes(token_id).decode()
+        self._texts[token_id] = text
+        return text
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its text in the vocabulary; None if it is not one token."""
         if self._backend is not None:
@@ -158,7 +182,7 @@ class Vocabulary:
         # Both methods copy, also without an argument's elements.
         left_out = special.difference(shown).union(hidden) if shown or hidden else special
         if self._is_byte_level:
-            return ByteLevelDetokenizer(self.token_bytes, left_out)
+            return ByteLevelDetokenizer(self, left_out)
         return WindowDetokenizer(partial(self.decode, skip_special_tokens=False), left_out)
 
     def _compute_bytes(self, token_id: int) -> bytes:

@@ -154,6 +154,8 @@ class KVPlan:
 # PENDING_TOKEN stands for a token that the step in flight, or a draft model, is still choosing; the
 # runner reads it on the device.
 PENDING_TOKEN = -1
+#: ``PENDING_TOKENS``: the tokens of a row that has only such a one.
+PENDING_TOKENS = (PENDING_TOKEN,)
 
 
 @message

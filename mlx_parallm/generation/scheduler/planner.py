@@ -105,7 +105,8 @@ class Planner:
             self._fork_followers(leader, plan)
         plan.has_streams = bool(plan.num_tokens) or any(row.num_pending for row in self._running)
         self._compute_inputs(plan, is_first=True)
-        prefilling = [sequence for sequence in self._running if sequence.is_prefilling]
+        has_others = len(plan.num_tokens) < len(self._running)
+        prefilling = [each for each in self._running if has_others and each.is_prefilling]
         if self._bound_s and plan.num_tokens and (prefilling or len(self._waiting)):
             plan.allowance = self._allowance(plan)
         num_running = len(self._running)
@@ -152,10 +153,17 @@ class Planner:
         if self._fork_beams(plan):
             decoding = self._decoding()
         # Each row is sure of one token; tokens that run again share what that leaves.
-        spare = plan.budget_left - len(decoding)
+        spare, block_size = plan.budget_left - len(decoding), self._kv.block_size
         for sequence in decoding:
+            if sequence in plan.awaited:
+                continue
+            # Most rows wait for nothing and have a block for their token.
+            table, is_plain = sequence.table, sequence.is_plain
+            if is_plain and table and sequence.num_computed < len(table.blocks) * block_size:
+                plan.add(sequence, 1)
+                continue
             count = 1 + min(sequence.num_replayed, max(spare, 0)) if sequence.replay_end else 1
-            if sequence in plan.awaited or not self._runnable(sequence, count, plan):
+            if not self._runnable(sequence, count, plan):
                 continue
             if self._make_room(sequence, count, plan):
                 plan.add(sequence, count)
@@ -167,7 +175,8 @@ class Planner:
         return False
 
     def _decoding(self) -> list[Sequence]:
-        return [each for each in self._running if each.is_decoding and self._may_run(each)]
+        longest = self._max_model_len
+        return [each for each in self._running if each.is_decoding and each.may_run(longest)]
 
     def _fork_beams(self, plan: StepPlan) -> bool:
         """Give beams the blocks that they continue; return True if any were to be given some."""
@@ -179,15 +188,6 @@ class Planner:
                 if self._free_blocks(num_blocks, beams.leader, plan):
                     self.beams.fork(beams, plan)
         return bool(due)
-
-    def _may_run(self, sequence: Sequence) -> bool:
-        """Return True if the step in flight cannot end the sequence or change its next position.
-
-        False too if its row needs to know the token that the step chooses.
-        """
-        if sequence.num_pending and sequence.group.awaits_tokens:
-            return False
-        return not sequence.num_proposed and not sequence.is_ending(self._max_model_len)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Give a running sequence blocks for its next tokens, preempting worse ones if it must.
@@ -488,7 +488,7 @@ class Planner:
         if plan.budget_left == 0:
             return
         for sequence in list(self._running):
-            if sequence in plan.awaited or not self._may_run(sequence):
+            if sequence in plan.awaited or not sequence.may_run(self._max_model_len):
                 continue
             planned = plan.num_tokens.get(sequence, 0)
             room = plan.room(sequence.num_computed + planned)

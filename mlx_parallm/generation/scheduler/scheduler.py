@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import count
@@ -12,10 +11,12 @@ from mlx_parallm.config import STATE_SNAPSHOT_TOKENS, SchedulerConfig, Speculati
 from mlx_parallm.engine.adapter_slots import AdapterSlots
 from mlx_parallm.generation.admission import StepRoom, fitted
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.batch_rows import planned_rows, schedule_row
 from mlx_parallm.generation.scheduler.endings import Endings
 from mlx_parallm.generation.scheduler.planner import Planner
+from mlx_parallm.generation.scheduler.row_results import RowResults, by_sequence
 from mlx_parallm.generation.scheduler.running import LiveRequests, RunningSet
-from mlx_parallm.generation.scheduler.sequence import RowInFlight, Sequence
+from mlx_parallm.generation.scheduler.sequence import RowInFlight
 from mlx_parallm.generation.scheduler.snapshotting import Snapshotter
 from mlx_parallm.generation.scheduler.speculating import KeptSlots, Speculator, take_copies
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
@@ -25,14 +26,11 @@ from mlx_parallm.generation.scheduler.updates import (
     SpeculationStats,
 )
 from mlx_parallm.generation.scheduler.waiting import WaitingQueue
-from mlx_parallm.types.events import FinishReason
 from mlx_parallm.types.request import GenerateRequest, PolicyWeights
 from mlx_parallm.types.step import (
     NO_MOVES,
     Moves,
-    SampledToken,
     ScheduledBatch,
-    ScheduledSequence,
     StepOutput,
 )
 
@@ -95,6 +93,14 @@ class Scheduler:
         self._started: list[str] = []
         self._endings = Endings(
             self._waiting, self._running, self._live, self._planner.beams, self._snapshotter
+        )
+        self._results = RowResults(
+            kv,
+            self._speculator,
+            self._snapshotter,
+            self._planner.beams,
+            self._endings,
+            max_len=self._max_len,
         )
 
     def add(
@@ -271,22 +277,19 @@ class Scheduler:
             if not sequence.group.has_started:
                 sequence.group.has_started = True
                 self._started.append(sequence.request.request_id)
-        # The sort is stable: rows of one token come first, and each part is best first.
-        rows = sorted(
-            plan.num_tokens.items(), key=lambda row: row[1] > 1 or row[0] in plan.proposals
-        )
+        rows = planned_rows(plan)
         step_id = next(self._steps)
         captures = self._snapshotter.take_copies(plan, step_id)
         speculates = self._speculator is not None and bool(plan.num_tokens)
         taken_back = take_copies(self._running) if speculates else {}
         self._snapshotter.note(plan, step_id)
         self._in_flight[step_id] = {
-            sequence.seq_id: RowInFlight(sequence.group, sequence.blocks, sequence.content)
+            sequence.seq_id: sequence.row_in_flight()
             for sequence in (*plan.num_tokens, *plan.filling, *taken_back, *plan.block_copies)
         }
         return ScheduledBatch(
             step_id=step_id,
-            sequences=tuple(_scheduled(rows, plan)),
+            sequences=tuple([schedule_row(sequence, count, plan) for sequence, count in rows]),
             block_copies=tuple(plan.block_copies.values()),
             state_copies=(
                 *captures,
@@ -317,9 +320,7 @@ class Scheduler:
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceUpdate]:
         """Apply a step's output; free the samples that ended."""
-        tokens: dict[int, list[SampledToken]] = {}
-        for token in output.tokens:
-            tokens.setdefault(token.seq_id, []).append(token)
+        tokens = by_sequence(output.tokens)
         rows = self._in_flight.pop(batch.step_id)
         if self._kv.tiers is not None:
             for content, data in output.saved:
@@ -343,7 +344,7 @@ class Scheduler:
                 entries, at = output.prompt_logprobs[row.seq_id], row.start + row.target_start
                 begun.group.add_prompt_logprobs(at, entries, begun.content)
             if sequence is not None:
-                updates += self._advance(sequence, row, begun, tokens.get(row.seq_id, []))
+                updates += self._results.apply(sequence, row, begun, tokens.get(row.seq_id, ()))
         return updates + [each for group in bad for each in self._endings.fail(group, BAD_STATE)]
 
     def fail(self, batch: ScheduledBatch, message: str) -> list[SequenceUpdate]:
@@ -380,100 +381,3 @@ class Scheduler:
             OverloadedError: there is no room.
         """
         self._live.check_room(client, n)
-
-    def _advance(
-        self,
-        sequence: Sequence,
-        row: ScheduledSequence,
-        begun: RowInFlight,
-        tokens: list[SampledToken],
-    ) -> list[SequenceUpdate]:
-        """Apply one sequence's row of a step that succeeded."""
-        end = row.start + len(row.token_ids) - len(row.verify)
-        # What runs again is written again, so nothing may find it before.
-        if self._speculator is None or not self._speculator.replays(row, len(tokens) - 1):
-            self._commit(sequence, begun, end)
-        # The sequence may have been preempted, and even restarted, while the step was in flight.
-        if row.draft is not None and sequence.table is begun.table:
-            # Proposals do not count, whether they are accepted or not.
-            self._kv.mark_drafted(sequence.blocks, row.draft.end)
-        if end < len(sequence.token_ids):
-            return []
-        if row.sample is None:
-            updates = [self._update(sequence, row, None, FinishReason.LENGTH)]
-        elif not tokens:
-            return self._endings.fail(sequence.group, "The step gave no token.")
-        elif sequence.request.params.beams is not None:
-            updates = self._report_beam(sequence, row, begun, tokens[0])
-        else:
-            updates = self._take_tokens(sequence, row, tokens)
-            num_accepted = len(updates) - 1
-            sequence.settle(num_accepted)
-            if row.verify and self._speculator is not None:
-                self._speculator.record(sequence, row, num_accepted)
-                self._speculator.take_back(sequence, row, num_accepted)
-            if num_accepted:
-                self._commit(sequence, begun, min(end + num_accepted, sequence.num_computed))
-        if updates and updates[-1].finish_reason is not None:
-            self._endings.end(sequence)
-        return updates
-
-    def _report_beam(
-        self, sequence: Sequence, row: ScheduledSequence, begun: RowInFlight, token: SampledToken
-    ) -> list[SequenceUpdate]:
-        """Report the candidates of a beam, unless it was preempted and will compute them anew."""
-        sequence.settle(0)
-        beams = self._planner.beams.of(sequence)
-        if beams is None or sequence.table is not begun.table or token.logprob is None:
-            return []
-        return beams.report(sequence, token.logprob, row.version)
-
-    def _take_tokens(
-        self, sequence: Sequence, row: ScheduledSequence, tokens: list[SampledToken]
-    ) -> list[SequenceUpdate]:
-        """Append tokens up to the one that ends the sample."""
-        updates: list[SequenceUpdate] = []
-        for token in tokens:
-            reason = sequence.add_token(token, self._max_len)
-            updates.append(self._update(sequence, row, token, reason))
-            if reason is not None:
-                break
-        return updates
-
-    def _commit(self, sequence: Sequence, begun: RowInFlight, num_computed: int) -> None:
-        if sequence.table is begun.table:
-            num_new = self._kv.commit(sequence.blocks, sequence.token_ids, num_computed)
-            if not sequence.group.is_reported:
-                sequence.group.num_newly_cached_tokens += num_new
-            if sequence.held is not None:
-                sequence.held.note_use()
-            if self._snapshotter.cuts and num_computed % self._kv.block_size == 0:
-                self._snapshotter.resolve(sequence, num_computed)
-
-    def _update(
-        self,
-        sequence: Sequence,
-        row: ScheduledSequence,
-        token: SampledToken | None,
-        reason: FinishReason | None,
-    ) -> SequenceUpdate:
-        return SequenceUpdate(
-            request_id=sequence.request.request_id,
-            index=sequence.index,
-            token=token,
-            finish_reason=reason,
-            stop_reason=None if reason is None else sequence.stop_reason(token, reason),
-            is_forced_end=reason is FinishReason.LENGTH and sequence.group.has_end(token),
-            prompt=None if sequence.group.is_reported else sequence.group.take_prompt_event(),
-            version=row.version,
-        )
-
-
-def _scheduled(rows: Iterable[tuple[Sequence, int]], plan: StepPlan) -> Iterator[ScheduledSequence]:
-    speculates = bool(plan.proposals or plan.draft_ends)
-    for sequence, num_tokens in rows:
-        if not speculates:
-            yield sequence.schedule(num_tokens)
-            continue
-        proposals, slots = plan.proposals.get(sequence, ()), plan.kept_slots.get(sequence, ())
-        yield sequence.schedule(num_tokens, proposals, plan.draft_ends.get(sequence), slots)

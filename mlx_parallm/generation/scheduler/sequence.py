@@ -21,10 +21,7 @@ from mlx_parallm.types.events import FinishReason, PromptEvent
 from mlx_parallm.types.model_input import ModelInput
 from mlx_parallm.types.request import GenerateRequest, PolicyWeights, SamplingParams
 from mlx_parallm.types.step import (
-    PENDING_TOKEN,
-    DraftInput,
     SampledToken,
-    SampleSpec,
     ScheduledSequence,
     TokenLogprob,
 )
@@ -186,7 +183,10 @@ class RequestGroup:
 
 
 class RowInFlight(NamedTuple):
-    """A sequence's state when a step of it was scheduled; it may have changed since."""
+    """A sequence's state when a step of it was scheduled; it may have changed since.
+
+    Steps share it until the sequence has other blocks or other weights.
+    """
 
     group: RequestGroup
     table: BlockTable
@@ -210,9 +210,12 @@ class Sequence:
 
     Attributes:
         seq_id: unique in the scheduler for ever.
-        group: the request.
+        group: what it shares with the other samples of its request.
         index: which sample.
         seed: of this sample.
+        request: the request.
+        length_limit: the number of known tokens at which it ends, whatever the last one is; the
+            context may end before.
         token_ids: prompt and output, as far as they are known; shared until there is output.
         output_ids: output only.
         num_computed: leading tokens whose KV (and state) exists, or will once the steps in flight
@@ -278,20 +281,24 @@ class Sequence:
     adapter_slot: int = NO_ADAPTER
     place: int = 0
     blocked_at: int = 0
+    request: GenerateRequest = field(init=False)
+    length_limit: int = field(init=False)
     rules: TokenRules = field(init=False)
     order: tuple[int, int, int] = field(init=False)
     followers: list[Sequence] = field(default_factory=list["Sequence"])
     fork_at: int = 0
+    _row_in_flight: RowInFlight | None = None
 
     def __post_init__(self) -> None:
         group = self.group
+        # Every row of every step reads these, so they are no properties.
+        self.request = request = group.request
+        max_tokens = request.params.max_tokens
+        self.length_limit = sys.maxsize
+        if max_tokens is not None:
+            self.length_limit = len(request.prompt_ids) + max_tokens
         self.rules = TokenRules(group.row_params, group.end_ids, group.known_ids)
-        self.order = (self.request.priority, self.group.arrival, self.index)
-
-    @property
-    def request(self) -> GenerateRequest:
-        """Return the request that the sample belongs to."""
-        return self.group.request
+        self.order = (request.priority, group.arrival, self.index)
 
     @property
     def blocks(self) -> BlockTable:
@@ -328,17 +335,37 @@ class Sequence:
         return left == 1 or left - self.num_replayed == 1
 
     @property
+    def is_plain(self) -> bool:
+        """Return True if its next row is the next token alone, and waits for nothing to arrive."""
+        return not (self.replay_end or self.arrived) and self.held is None
+
+    @property
     def is_prefilling(self) -> bool:
         """Return True if it has several tokens to compute, besides those that run again."""
         left = len(self.token_ids) + self.num_pending - self.num_computed
         return left > 1 and left - self.num_replayed > 1
 
-    def is_ending(self, max_model_len: int) -> bool:
-        """Return True if the pending token is its last, whichever token it is."""
-        if not self.num_pending:
+    def may_run(self, max_model_len: int) -> bool:
+        """Return True if the step in flight cannot end the sequence or change its next position.
+
+        False too if its row needs to know the token that the step chooses.
+        """
+        if self.num_proposed:
             return False
-        is_full = len(self.token_ids) + self.num_pending >= max_model_len
-        return is_full or len(self.output_ids) + self.num_pending == self.request.params.max_tokens
+        if not self.num_pending:
+            return True
+        # The pending token is the last one if it reaches a length, whichever token it is.
+        length = len(self.token_ids) + self.num_pending
+        is_ending = length >= max_model_len or length == self.length_limit
+        return not is_ending and not self.group.awaits_tokens
+
+    def row_in_flight(self) -> RowInFlight:
+        """Return its state for a step that is scheduled now."""
+        row = self._row_in_flight
+        if row is None or row.table is not self.table or row.content is not self.content:
+            row = RowInFlight(self.group, self.blocks, self.content)
+            self._row_in_flight = row
+        return row
 
     @property
     def num_schedulable(self) -> int:
@@ -346,65 +373,6 @@ class Sequence:
         if self.fork_at:
             return self.fork_at - self.num_computed
         return self.num_remaining - (1 if self.followers and self.num_remaining > 1 else 0)
-
-    def schedule(
-        self,
-        num_tokens: int,
-        proposals: tuple[int, ...] = (),
-        draft_end: int | None = None,
-        kept_slots: tuple[int, ...] = (),
-    ) -> ScheduledSequence:
-        """Return a step's row for the next ``num_tokens`` tokens, which then count as computed.
-
-        Args:
-            num_tokens: the number of tokens.
-            proposals: guesses that run behind them, and count once they are accepted.
-            draft_end: how many tokens a draft model is to have computed then; None for as many as
-                before.
-            kept_slots: see ``ScheduledSequence``.
-        """
-        assert self.slot is not None, "only a running sequence can be scheduled"
-        start, end = self.num_computed, self.num_computed + num_tokens
-        is_last = num_tokens == self.num_remaining
-        params, targets = self.request.params, self._targets(start, end)
-        # A request for no tokens only scores its prompt.
-        samples = is_last and params.max_tokens != 0
-        row = ScheduledSequence(
-            seq_id=self.seq_id,
-            slot=self.slot,
-            start=start,
-            token_ids=(tuple(self.token_ids[start:end]) or (PENDING_TOKEN,)) + proposals,
-            block_table=self.blocks.as_tuple(),
-            adapter_slot=self.adapter_slot,
-            version=self.group.weights.label,
-            sample=self._sample_spec(end) if samples else None,
-            verify=self._verify_specs(end, proposals) if proposals else (),
-            kept_slots=kept_slots,
-            draft=None if draft_end is None else self._draft_input(draft_end),
-            prompt_logprobs=params.prompt_logprobs,
-            target_ids=self.request.prompt_ids[targets.start : targets.stop],
-            target_start=targets.start - start - 1 if targets else 0,
-            prompt_entropy=params.entropy,
-            values=params.values,
-            inputs=() if self.held is None else self.held.rows(start, end),
-            rope_offsets=() if self.held is None else self.group.inputs.rope_offsets(start, end),
-            source=None if self.held is None else self.held.source,
-        )
-        if self.held is not None:
-            self.held.pass_rows(end)
-        self.num_computed = end
-        self.num_pending += samples
-        self.is_caught_up |= is_last
-        self.num_proposed = len(proposals)
-        return row
-
-    def _verify_specs(self, end: int, proposals: tuple[int, ...]) -> tuple[SampleSpec, ...]:
-        count = len(proposals)
-        return tuple(self._sample_spec(end, proposals[: i + 1]) for i in range(count))
-
-    def _draft_input(self, end: int) -> DraftInput:
-        start, self.num_drafted = self.num_drafted, end
-        return DraftInput(start=start, token_ids=tuple(self.token_ids[start:end]))
 
     def settle(self, num_accepted: int) -> None:
         """Note that the pending token is known, and how many proposals were accepted before it."""
@@ -431,13 +399,14 @@ class Sequence:
 
     def add_token(self, token: SampledToken, max_model_len: int) -> FinishReason | None:
         """Append a token; return why it ended the sample, None if it did not."""
-        params, is_forced = self.request.params, self.is_end_forced
-        self.append_token(token.token_id)
-        is_end = token.token_id in self.group.end_ids or token.token_id in params.stop_token_ids
-        if is_end and not is_forced:
+        token_id, group = token.token_id, self.group
+        is_end = token_id in group.end_ids or token_id in self.request.params.stop_token_ids
+        is_stop = is_end and not self.is_end_forced
+        self.append_token(token_id)
+        if is_stop:
             return FinishReason.STOP
-        is_full = len(self.token_ids) >= max_model_len
-        if is_full or len(self.output_ids) == params.max_tokens:
+        length = len(self.token_ids)
+        if length >= max_model_len or length == self.length_limit:
             return FinishReason.LENGTH
         return None
 
@@ -472,31 +441,3 @@ class Sequence:
         if reason is not FinishReason.STOP or token is None or token.token_id in self.group.end_ids:
             return None
         return token.token_id
-
-    def _sample_spec(self, end: int, proposals: tuple[int, ...] = ()) -> SampleSpec:
-        """Return the sampler's input for the token after the first ``end`` tokens and proposals."""
-        num_before = len(self.output_ids) + self.num_pending + len(proposals)
-        params, banned = self.rules.next(num_before, has_pending=self.num_pending > 0)
-        output_ids = self.output_ids
-        if proposals and params.has_penalty:
-            output_ids = [*output_ids, *proposals]
-        return SampleSpec(
-            params=params,
-            seed=self.seed,
-            position=end + len(proposals),
-            prompt_ids=self.group.known_ids,
-            output_ids=output_ids,
-            banned_ids=banned,
-            has_pending=self.num_pending > 0,
-        )
-
-    def _targets(self, start: int, end: int) -> range:
-        """Return the positions of scored prompt tokens that follow those at ``start`` to ``end``.
-
-        Until all are known a single sample, the leader, computes the prompt. After a preemption it
-        is computed again, but not reported again.
-        """
-        if self.request.params.prompt_logprobs is None:
-            return range(0)
-        first = max(start + 1, len(self.group.prompt_logprobs))
-        return range(first, min(end + 1, len(self.request.prompt_ids)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,6 +27,17 @@ class TokenRules:
         self._params = params
         self._end_ids = end_ids
         self._prompt_ids = prompt_ids
+        # What is banned does not change with the tokens, and is sorted once.
+        self._ends = tuple(sorted(end_ids)) if params.ignore_eos else ()
+        # From this many tokens on every token has the same rule; infinite if that never is so.
+        self._num_varying: float = max(params.min_tokens, 1)
+        if (
+            params.thinking_budget is not None
+            or params.no_repeat_ngram_size
+            or params.forced_eos_id is not None
+        ):
+            self._num_varying = math.inf
+        self._same = (params, self._ends)
         budget = params.thinking_budget
         self._thinking = None if budget is None else ThinkingTracker(budget)
         # Made when the first token is chosen: most samples of a long prompt wait before.
@@ -50,13 +62,15 @@ class TokenRules:
 
         ``has_pending``: a token that is not known comes before it.
         """
+        if num_before >= self._num_varying:
+            return self._same
         params = self._params
         banned: tuple[int, ...] = ()
         if num_before < params.min_tokens:
             banned = tuple(sorted(self._end_ids.union(params.stop_token_ids)))
-        elif params.ignore_eos:
-            # Such a sample ends by itself only where its grammar is complete.
-            banned = tuple(sorted(self._end_ids))
+        else:
+            # Where ends are ignored, a sample ends by itself only where its grammar is complete.
+            banned = self._ends
         if num_before == 0:
             banned += params.begin_banned_ids
         if self._thinking is not None:
