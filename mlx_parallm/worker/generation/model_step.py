@@ -180,6 +180,8 @@ def keep_valid(
         tokens: for each sequence, one after its last token and one after each proposal.
         proposals: the proposals of each sequence.
     """
+    if not any(proposals):
+        return tuple(tokens)
     kept: list[SampledToken] = []
     first = 0
     for mine in proposals:

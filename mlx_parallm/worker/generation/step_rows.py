@@ -230,16 +230,27 @@ class StepRows:
     """
 
     def __init__(self, sequences: Sequence[ScheduledSequence]) -> None:
-        self.logit_rows: list[int] = []
-        self.sampled: list[int] = []
-        self.specs: list[SampleSpec] = []
-        self.sampled_ids: list[int] = []
-        self.proposals: list[tuple[int, ...]] = []
         self.scored: list[tuple[ScheduledSequence, int]] = []
-        self._ends: list[int] = []
         self.sequences = sequences
         self.has_pending = any(sequence.token_ids[0] == PENDING_TOKEN for sequence in sequences)
-        first = 0
+        # Decode rows come first, and are most.
+        num_plain = next(
+            (index for index, sequence in enumerate(sequences) if not _is_plain(sequence)),
+            len(sequences),
+        )
+        self._sample_single(sequences[:num_plain])
+        self._add(sequences[num_plain:], num_plain)
+
+    def _sample_single(self, sequences: Sequence[ScheduledSequence]) -> None:
+        """Add the first sequences, each of one row, as ``_add`` does without a call for each."""
+        self.specs = [each.sample for each in sequences if each.sample is not None]
+        self.sampled_ids = [sequence.seq_id for sequence in sequences]
+        self.proposals: list[tuple[int, ...]] = [()] * len(sequences)
+        rows = range(len(sequences))
+        self.logit_rows, self.sampled, self._ends = list(rows), list(rows), list(rows)
+
+    def _add(self, sequences: Sequence[ScheduledSequence], first: int) -> None:
+        """Add sequences; ``first`` is the first one's first row in the step."""
         for sequence in sequences:
             length = len(sequence.token_ids)
             if sequence.target_ids:
@@ -268,8 +279,7 @@ class StepRows:
         ``has_logits``: True if the rows are among ``logit_rows`` already.
         """
         if not sequence.verify:
-            # One row could go the general way below, but nearly all sequences have one row, and
-            # ranges take four times as long.
+            # Ranges take four times as long, and most sequences have no proposals.
             if not has_logits:
                 self.logit_rows.append(end - 1)
             self.sampled.append(len(self.logit_rows) - 1)
@@ -319,3 +329,9 @@ class StepRows:
         if not self.has_pending:
             return None
         return token_ids[mx.array(self._ends)]
+
+
+def _is_plain(sequence: ScheduledSequence) -> bool:
+    """Return True for a sequence with one row, which is sampled and not scored."""
+    is_single = len(sequence.token_ids) == 1 and sequence.sample is not None
+    return is_single and not sequence.target_ids
