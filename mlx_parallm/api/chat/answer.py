@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 from typing_extensions import override
 
@@ -19,6 +19,7 @@ from mlx_parallm.api.turns.samples import (
     answer_head,
     chunk_usage,
     closing_chunks,
+    is_in_between,
     usage_body,
 )
 from mlx_parallm.api.turns.stream import (
@@ -132,7 +133,7 @@ class ChatAnswer(Answer):
     ) -> bytes:
         """Most events add one text, and an event for that is prepared."""
         parts = self._stream.add(event)
-        if self._varies_in_text and len(parts) == 1 and _is_in_between(event) and encode is data:
+        if self._varies_in_text and len(parts) == 1 and is_in_between(event) and encode is data:
             (part,) = parts
             keys = self._text_keys.get(type(part))
             if keys is not None and isinstance(part, ContentText | ReasoningText):
@@ -145,7 +146,7 @@ class ChatAnswer(Answer):
         prepared = self._prepared_events.get((index, kind))
         if prepared is None:
             chunk = self._chunk(index, dict.fromkeys(keys, ""), None)
-            prepared = TextEvents(chunk, "delta", keys)
+            prepared = TextEvents(chunk, keys)
             self._prepared_events[index, kind] = prepared
         return prepared
 
@@ -278,8 +279,3 @@ class ChatAnswer(Answer):
             choice["token_ids"] = list(event.token_ids)
         usage = chunk_usage(self._stream.usage, self._body.stream_options)
         return self._head | {"choices": [choice]} | usage
-
-
-def _is_in_between(event: PromptEvent | TokenEvent) -> TypeGuard[TokenEvent]:
-    """True if an event brings tokens and ends no sample."""
-    return isinstance(event, TokenEvent) and event.finish_reason is None

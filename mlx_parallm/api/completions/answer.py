@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from typing_extensions import override
 
 from mlx_parallm.api.completions.request import Prompt
 from mlx_parallm.api.completions.schema import CompletionRequest
+from mlx_parallm.api.http.sse import TextEvents, data
 from mlx_parallm.api.turns.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs, with_top
 from mlx_parallm.api.turns.prelude import Admitted
 from mlx_parallm.api.turns.samples import (
@@ -17,6 +20,7 @@ from mlx_parallm.api.turns.samples import (
     answer_head,
     chunk_usage,
     closing_chunks,
+    is_in_between,
     usage_body,
 )
 from mlx_parallm.types.events import PromptEvent, TokenEvent
@@ -50,6 +54,14 @@ class CompletionAnswer(SampledAnswer):
         )
         self._top = body.top()
         self._begun: set[int] = set()
+        options = body.stream_options
+        # Nothing of a chunk between the first and the last depends on the event but its text.
+        self._varies_in_text = not (
+            self._top is not None
+            or body.return_token_ids
+            or (options is not None and options.tells_usage_so_far)
+        )
+        self._prepared_events: dict[int, TextEvents] = {}
 
     def whole(self) -> dict[str, Any]:
         """Return the ``text_completion`` object, once every event is in."""
@@ -73,15 +85,36 @@ class CompletionAnswer(SampledAnswer):
         if not (piece.text or piece.finish_reason or echo or (wanted and piece.token_ids)):
             return []
         self._begun.add(index)
-        choice = self._choice(index, piece, first=first)
+        chunk = self._chunk(index, piece, first=first)
         if event.finish_reason is not None:
-            choice |= self._versions(self.samples[index])
-        usage = chunk_usage(self.usage, self._body.stream_options)
-        return [self._head | {"choices": [choice]} | usage]
+            chunk["choices"][0] |= self._versions(self.samples[index])
+        return [chunk]
+
+    @override
+    def encoded(
+        self, prompt: int, event: PromptEvent | TokenEvent, encode: Callable[..., bytes]
+    ) -> bytes:
+        """Most events add one text, and an event for that is prepared."""
+        if not (self._varies_in_text and is_in_between(event) and encode is data):
+            return super().encoded(prompt, event, encode)
+        index = prompt * self.n + event.index
+        if index not in self._begun:
+            return super().encoded(prompt, event, encode)
+        self.add(prompt, event)
+        prepared = self._prepared_events.get(index)
+        if prepared is None:
+            chunk = self._chunk(index, Sample(), first=False)
+            prepared = self._prepared_events[index] = TextEvents(chunk, ("text",))
+        return prepared.event(event.text) if event.text else b""
 
     def closing(self) -> list[Chunk]:
         """Return what follows the last choice: usage, if the client wants it."""
         return closing_chunks(self._head, self.usage, self._body.stream_options)
+
+    def _chunk(self, index: int, piece: Sample, *, first: bool) -> Chunk:
+        choice = self._choice(index, piece, first=first)
+        usage = chunk_usage(self.usage, self._body.stream_options)
+        return self._head | {"choices": [choice]} | usage
 
     def _versions(self, sample: Sample) -> dict[str, Any]:
         if not self._body.return_weight_versions:

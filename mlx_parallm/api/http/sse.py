@@ -39,22 +39,20 @@ def text(payload: Mapping[str, Any]) -> bytes:
 class TextEvents:
     """Writes events that differ in one text only, as ``data`` does, by a prepared event."""
 
-    def __init__(self, payload: dict[str, Any], parent: str, keys: Sequence[str]) -> None:
+    def __init__(self, payload: dict[str, Any], keys: Sequence[str]) -> None:
         """Prepare an event.
 
         Args:
-            payload: an event that has ``parent: {key: "", ...}`` once, with these keys alone.
-            parent: the key of that object.
+            payload: an event that has ``key: "", ...`` once, in this order.
             keys: the keys of the text.
         """
         places = [f'"{key}":' for key in keys]
-        # Within a JSON string every quote has a backslash, so only the object itself matches.
-        head, separator, tail = _encode(payload).partition(
-            f'"{parent}":{{' + ",".join(f'{place}""' for place in places) + "}"
-        )
-        assert separator, "the event has the object"
-        places[0] = f'data: {head}"{parent}":{{{places[0]}'
-        self._parts = [places[0], *(f",{place}" for place in places[1:]), f"}}{tail}\n\n"]
+        # Within a JSON string every quote has a backslash, so only the keys themselves match.
+        texts = _encode(payload).split(",".join(f'{place}""' for place in places))
+        assert len(texts) == 2, "the event has the keys once"
+        head, tail = texts
+        places[0] = f"data: {head}{places[0]}"
+        self._parts = [places[0], *(f",{place}" for place in places[1:]), f"{tail}\n\n"]
 
     def event(self, text: str) -> bytes:
         """Return the event with this text."""

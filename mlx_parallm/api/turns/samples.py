@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeGuard, TypeVar, overload
 
 from mlx_parallm import __version__
 from mlx_parallm.api.turns.fields import StreamOptions
@@ -93,6 +93,11 @@ def system_fingerprint(engine: RequestClient, model: GenerationModel) -> str:
 
 
 Chunk = dict[str, Any]
+
+
+def is_in_between(event: PromptEvent | TokenEvent) -> TypeGuard[TokenEvent]:
+    """Return True if an event brings tokens and ends no sample."""
+    return isinstance(event, TokenEvent) and event.finish_reason is None
 
 
 class Answer(ABC):

@@ -74,9 +74,9 @@ def delta_of(event: bytes) -> dict[str, Any]:
 @settings(deadline=None)
 def test_a_prepared_event_has_the_bytes_of_the_general_encoder(text: str) -> None:
     def payload(text: str) -> dict[str, Any]:
-        return {"id": '"d":{"a":""}', "d": {"a": text, "b": text}, "model": "", "n": None}
+        return {"id": '"a":"","b":""', "d": {"a": text, "b": text}, "model": "", "n": None}
 
-    prepared = sse.TextEvents(payload(""), "d", ("a", "b"))
+    prepared = sse.TextEvents(payload(""), ("a", "b"))
     assert prepared.event(text) == sse.data(payload(text))
 
 
