@@ -93,7 +93,7 @@ def make_weights(
     mx.random.seed(seed)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
     weights = dict(tree_flatten(model.parameters()))
-    embedding = mx.random.normal((VOCAB_SIZE, config["hidden_size"]))
+    embedding = mx.random.normal((config["vocab_size"], config["hidden_size"]))
     embedding[:, 0] = BIAS_COLUMN_VALUE
     weights["model.embed_tokens.weight"] = embedding
     for name, weight in weights.items():
@@ -113,7 +113,8 @@ def make_weights(
 def make_model(folder: Path, seed: int = 0, config: dict[str, Any] = CONFIG) -> Path:
     """Write a model to ``folder`` in mlx_lm's form, unless it is there already.
 
-    ``config`` is that of another Qwen3 with the same tokens and its own head.
+    ``config`` is that of another Qwen3 with its own head. It has the same tokens, and may have more
+    that are never written.
     """
     stamp = folder / "seed.txt"
     if stamp.exists() and stamp.read_text() == str(seed):
@@ -130,7 +131,9 @@ def make_model(folder: Path, seed: int = 0, config: dict[str, Any] = CONFIG) -> 
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    weights = make_weights(seed, forbidden_tokens(tokenizer), config)
+    # A larger vocabulary has tokens that the tokenizer does not know.
+    unknown = range(VOCAB_SIZE, config["vocab_size"])
+    weights = make_weights(seed, [*forbidden_tokens(tokenizer), *unknown], config)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     stamp.write_text(str(seed))
     return folder
