@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +35,32 @@ SHAPE = SERVED | {
 }
 #: ``OPTIONS``: flags of every server.
 OPTIONS = ("--max-num-seqs", "256", "--disable-access-log")
-#: ``SERVERS``: further flags, by the name on the command line.
-SERVERS: Mapping[str, Sequence[str]] = {
-    "one": (),
-    "engine": ("--engine-process",),
-    "http2": ("--api-server-count", "2"),
-    "http4": ("--api-server-count", "4"),
-    "bounded": ("--engine-process", "--max-decode-stall-ms", "55"),
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKind:
+    """A way to serve: further flags, and the engines, each of which gets a load of its own."""
+
+    options: Sequence[str] = ()
+    num_engines: int = 1
+
+
+#: ``SERVERS``: the kinds of servers, by the name on the command line.
+SERVERS: Mapping[str, ServerKind] = {
+    "one": ServerKind(),
+    "engine": ServerKind(("--engine-process",)),
+    "http2": ServerKind(("--api-server-count", "2")),
+    "http4": ServerKind(("--api-server-count", "4")),
+    "bounded": ServerKind(("--engine-process", "--max-decode-stall-ms", "55")),
+    "dp2": ServerKind(("--data-parallel-size", "2", "--api-server-count", "4"), num_engines=2),
 }
 #: ``PREPARED``: what the log has once an idle server has run a step of each shape.
 PREPARED, MOST_PREPARING_S = "shapes prepared", 60.0
 #: ``MARGIN_S``: seconds of the budget that are left for ending a server.
 MARGIN_S = 8.0
-MAX_PROCESSES = 8
+MAX_PROCESSES = 16
+#: ``MANY``: fewest clients of the loads that are sent to several engines.
+MANY = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +83,17 @@ class PublishedLoad:
     requests: int
     ramp_s: float = 0.0
 
+    def of_engines(self, count: int) -> PublishedLoad:
+        """Return the load of so many engines."""
+        return replace(self, clients=count * self.clients, requests=count * self.requests)
+
 
 LOADS = (
     PublishedLoad("1 client, 512/100", 1, 512, 100, 6),
     PublishedLoad("32 clients, 350/200", 32, 350, 200, 128),
-    PublishedLoad("256 clients, 350/200", 256, 350, 200, 1024),
-    PublishedLoad("256 clients, 220/200", 256, 220, 200, 1024),
-    PublishedLoad("256 clients, 350/200, over 3 s", 256, 350, 200, 1024, ramp_s=3.0),
+    PublishedLoad("256 clients, 350/200", 256, 350, 200, 768),
+    PublishedLoad("256 clients, 220/200", 256, 220, 200, 768),
+    PublishedLoad("256 clients, 350/200, over 3 s", 256, 350, 200, 768, ramp_s=3.0),
 )
 
 
@@ -92,13 +109,16 @@ def main() -> int:
             print(f"{name}: out of time", flush=True)
             continue
         results[name] = {}
-        with mlx_parallm_server(model, [*OPTIONS, *SERVERS[name], *args.options]) as server:
+        kind = SERVERS[name]
+        with mlx_parallm_server(model, [*OPTIONS, *kind.options, *args.options]) as server:
             _await_shapes(server, end_s)
             print(f"{name} serves after {time.monotonic() - begin_s:.0f} s", flush=True)
             for load in LOADS:
-                if args.loads and not any(load.name.startswith(each) for each in args.loads):
+                is_asked = not args.loads or any(map(load.name.startswith, args.loads))
+                if not is_asked or (kind.num_engines > 1 and load.clients < MANY):
                     continue
-                figures = measure(server, load, end_s, is_shrunk=args.shrink)
+                own = load.of_engines(kind.num_engines)
+                figures = measure(server, own, end_s, is_shrunk=args.shrink)
                 results[name][load.name] = figures
                 args.output.parent.mkdir(parents=True, exist_ok=True)
                 args.output.write_text(json.dumps(results, indent=1) + "\n")
