@@ -9,10 +9,11 @@ import asyncio
 import functools
 import sys
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+T = TypeVar("T")
 #: ``UNBOUNDED``: the amount of a budget that only bounds what one client has.
 UNBOUNDED = sys.maxsize
 #: ``Client``: a client's id; None: a request of no client, which may use a whole budget.
@@ -184,6 +185,33 @@ class SharedBudget:
             yield
         finally:
             self.release(amount, client)
+
+    @asynccontextmanager
+    async def product(
+        self, amount: int, client: Client, make: Callable[[], Awaitable[T]]
+    ) -> AsyncGenerator[T]:
+        """Provide what ``make`` returns; it takes an amount, as ``acquire``, until the block ends.
+
+        If the task is cancelled before, the amount is taken until ``make`` has ended, which goes
+        on: a thread cannot be cancelled.
+        """
+        await self.acquire(amount, client)
+        making = asyncio.ensure_future(make())
+        # What it is made from may be large.
+        del make
+        try:
+            yield await asyncio.shield(making)
+        finally:
+            if making.done():
+                self.release(amount, client)
+            else:
+                making.add_done_callback(functools.partial(self._end, amount, client))
+
+    def _end(self, amount: int, client: Client, making: asyncio.Future[Any]) -> None:
+        self.release(amount, client)
+        if not making.cancelled():
+            # An exception that is not retrieved would be logged.
+            making.exception()
 
     def enter(self, client: str) -> None:
         """Count a client as being here for the pace of others, until ``leave``."""

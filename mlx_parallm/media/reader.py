@@ -177,25 +177,13 @@ class ImageReader:
 
         stored = await self._in_thread(checked)
         num_pixels, kind = stored.width * stored.height, stored.format
-        client = self._client()
-        await self._budget.acquire(num_pixels, client)
-        decoding = asyncio.ensure_future(self._in_thread(partial(decode_image, stored)))
+        product = self._budget.product(
+            num_pixels, self._client(), partial(self._in_thread, partial(decode_image, stored))
+        )
         # The file is not needed while its pixels are used.
         del stored
-        try:
-            yield DecodedImage(await asyncio.shield(decoding), kind)
-        finally:
-            if decoding.done():
-                self._budget.release(num_pixels, client)
-            else:
-                # A cancelled request leaves a thread behind, whose pixels still count.
-                decoding.add_done_callback(partial(self._end, num_pixels, client))
-
-    def _end(self, num_pixels: int, client: Client, decoding: asyncio.Future[Pixels]) -> None:
-        self._budget.release(num_pixels, client)
-        if not decoding.cancelled():
-            # An exception that is not retrieved would be logged.
-            decoding.exception()
+        async with product as pixels:
+            yield DecodedImage(pixels, kind)
 
     def _from_data_url(self, url: str) -> StoredImage:
         return read_image(read_data_url(url, self._limits), self._limits)
