@@ -10,6 +10,8 @@ from mlx_parallm.types.errors import InvalidRequestError
 MAX_PARTS = 32
 MAX_FIELD_BYTES = 4096
 MAX_FILENAME_CHARS = 255
+# LIST_MARK: the end of the names of parts that are the entries of a list.
+LIST_MARK = "[]"
 # NO_NAME: name of a file without a usable name.
 NO_NAME = "file"
 
@@ -19,6 +21,7 @@ class FormReader:
 
     Attributes:
         fields: the values of all parts but the file's, by name.
+        lists: the values of parts whose names end in ``[]``, in order, by the names before it.
         filename: the file's name; None before the file begins.
     """
 
@@ -40,6 +43,7 @@ class FormReader:
         if kind != b"multipart/form-data" or not boundary:
             raise InvalidRequestError("The content type must be multipart/form-data.")
         self.fields: dict[str, str] = {}
+        self.lists: dict[str, list[str]] = {}
         self.filename: str | None = None
         self._file_field = file_field
         self._max_field_bytes = max_field_bytes
@@ -144,8 +148,11 @@ class FormReader:
 
     def _on_part_end(self) -> None:
         if self._value is not None:
-            self.fields[self._name] = _text(bytes(self._value))
-            self._value = None
+            text, self._value = _text(bytes(self._value)), None
+            if self._name.endswith(LIST_MARK):
+                self.lists.setdefault(self._name.removesuffix(LIST_MARK), []).append(text)
+            else:
+                self.fields[self._name] = text
 
     def _on_end(self) -> None:
         self._has_ended = True
