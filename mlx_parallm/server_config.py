@@ -27,7 +27,9 @@ class ServerConfig:
         allowed_origins: CORS origins; empty allows none; "*" any.
         max_logprobs: cap on ``top_logprobs``, ``logprobs`` and ``prompt_logprobs``; -1 is no cap.
         max_body_bytes: largest request body.
-        max_picture_body_bytes: the same where a model is served that takes images, if it is more.
+        max_media_body_bytes: the same where a model is served that takes images or audio, if it is
+            more.
+        max_audio_seconds: longest recording of a request.
         max_tokenize_bytes: largest body of a request that only tokenises, counts or detokenises.
         max_adapter_bytes: largest upload of an adapter.
         max_weights_bytes: largest upload of weights of a model.
@@ -84,7 +86,8 @@ class ServerConfig:
     allow_credentials: bool = False
     max_logprobs: int = 20
     max_body_bytes: int = 8 * 1024 * 1024
-    max_picture_body_bytes: int = 64 * 1024 * 1024
+    max_media_body_bytes: int = 64 * 1024 * 1024
+    max_audio_seconds: float = 3600.0
     max_tokenize_bytes: int = 1024 * 1024
     max_adapter_bytes: int = 2**30
     max_weights_bytes: int = 8 * 2**30

@@ -36,6 +36,7 @@ INTRODUCTION = """\
 
 Every operation of the OpenAPI document (`/openapi.json`, shown at `/docs`), with an example.
 A test sends the examples to a server of the embedded models and compares the answers.
+Its speech model hears the same sentence in every recording.
 That server may read the folder `/srv/models` (`--allowed-adapter-roots`).
 Ids, times and durations in them are fixed; `…` stands where something long was cut.
 What routes have in common (headers, errors, limits) and how they are used is in [api.md](api.md).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
@@ -21,6 +22,7 @@ from mlx_parallm.api.http.openapi import EVENTS, JSON, Example, ExampleAnswer, E
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.kernels.store import FOLDER_VARIABLE
 from tests import adapter_files
+from tests.builders.speech_folders import write_scripted_speech
 from tests.server_process import ServerProcess
 
 # The embedded models, which the examples name.
@@ -28,6 +30,8 @@ MODELS = (
     *("mlx-parallm-demo", "demo:mlm", "demo:sentiment", "demo:embed", "demo:reward"),
     "demo:cartpole",
 )
+# The speech model that the examples name, and the sentence that it hears.
+SPEECH_MODEL, SENTENCE = "whisper", "Hello there."
 # Folders that examples name: below the first an adapter of the embedded model, and a model like it.
 MODEL_FOLDER, DATA_FOLDER = "/srv/models", "/srv/data"
 ADDRESS = "http://127.0.0.1:8000"
@@ -68,7 +72,9 @@ def example_server() -> Iterator[tuple[httpx2.Client, dict[str, str]]]:
             f"{folder / 'data'}",
         )
         # The examples show the defaults; tests keep no compiled kernels.
-        server = ServerProcess("--model", *MODELS, *flags, env={FOLDER_VARIABLE: ""})
+        speech = write_scripted_speech(folder / SPEECH_MODEL, SENTENCE)
+        models = ("--model", *MODELS, str(speech))
+        server = ServerProcess(*models, *flags, env={FOLDER_VARIABLE: ""})
         try:
             server.wait_until_ready()
             places[server.url] = ADDRESS
@@ -150,7 +156,7 @@ class ExampleSender:
             form = replaced(request.form, live)
             body["data"] = {name: value for name, value in form.items() if isinstance(value, str)}
             body["files"] = {
-                name: (value["filename"], value["text"].encode())
+                name: (value["filename"], content_of(value))
                 for name, value in form.items()
                 if isinstance(value, dict)
             }
@@ -165,7 +171,13 @@ def _streamed(example: Example) -> ExampleRequest:
         path=request.path,
         query={**request.query, **changes.get("query", {})},
         json={**request.json, **changes.get("json", {})} if request.json is not None else None,
+        form={**request.form, **changes.get("form", {})} if request.form is not None else None,
     )
+
+
+def content_of(file: Mapping[str, str]) -> bytes:
+    """Return the bytes of a form's file."""
+    return file["text"].encode() if "text" in file else base64.b64decode(file["base64"])
 
 
 def answer_of(response: httpx2.Response, exchange: Exchange) -> ExampleAnswer:

@@ -68,3 +68,15 @@ def wav(
     chunks = b"fmt " + struct.pack("<I", len(fields)) + fields + before
     chunks += b"data" + struct.pack("<I", len(content) if size is None else size) + content
     return b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WAVE" + chunks
+
+
+def noise(seconds: float, seed: int = 0) -> np.ndarray:
+    """Return float32 ``[n]`` at ``RATE``, whose loudness changes, so that windows differ."""
+    numbers = np.random.RandomState(seed).standard_normal(round(seconds * RATE))
+    loudness = 0.1 * (1.1 + np.sin(np.arange(len(numbers)) / (700 + 130 * seed)))
+    return np.clip(numbers * loudness, -1, 1).astype(np.float32)
+
+
+def clip(seconds: float, seed: int = 0) -> bytes:
+    """Return the WAV file of a noise."""
+    return wav(coded(noise(seconds, seed), "<i2"))

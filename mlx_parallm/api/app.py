@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from mlx_parallm import __version__
+from mlx_parallm.api.audio.recordings import Recordings
 from mlx_parallm.api.control.art.policies import ArtPolicies
 from mlx_parallm.api.control.server.load_log import LoadLog
 from mlx_parallm.api.files.service import make_batch_service
@@ -62,6 +63,7 @@ SLICES = (
     "chat.routes",
     "chat.batch",
     "completions.routes",
+    "audio.routes",
     "responses.routes",
     "anthropic.routes",
     "ollama.routes",
@@ -159,6 +161,7 @@ def create_app(
     app.state.config = config
     app.state.max_waiting = max_waiting
     app.state.images = Images(config.media, separates_clients=config.separates_keys)
+    app.state.recordings = Recordings(config.max_audio_seconds)
     app.state.response_sockets = ResponseSockets(config.max_stored_bytes)
     app.state.policies = ArtPolicies()
     conversations = app.state.conversations = _conversations(config)
@@ -314,6 +317,7 @@ def create_request_app(
     app.state.config = config
     app.state.max_waiting = max_waiting
     app.state.images = Images(config.media, separates_clients=config.separates_keys)
+    app.state.recordings = Recordings(config.max_audio_seconds)
     app.state.policies = policies
     app.state.keep_chat = keep_chat
     app.state.counts = RequestCounts()

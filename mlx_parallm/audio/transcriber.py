@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -172,7 +172,7 @@ class Transcriber:
         )
         self._ask = ask
 
-    async def windows(self) -> AsyncIterator[Window]:
+    async def windows(self) -> AsyncGenerator[Window]:
         """Yield windows as their texts are known."""
         first = 0
         while first < self._recording.num_frames:

@@ -325,6 +325,9 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("max-image-pixels", "media.max_pixels", values.integer(1, MOST_PIXELS), REQUESTS,
              "most pixels of an image, as sent and as the model's image processor resizes it.",
              metavar="N"),
+    _setting("max-audio-seconds", "server.max_audio_seconds", values.number(0, above=True),
+             REQUESTS, "longest recording of a request to /v1/audio; longer ones are refused.",
+             metavar="SECONDS"),
     _setting("media-timeout", "media.timeout_s", values.number(0, above=True), REQUESTS,
              "seconds that fetching an image may take, redirects included.", metavar="SECONDS"),
     _setting("allowed-media-domains", "media.allowed_domains", values.listed, REQUESTS,
@@ -342,11 +345,12 @@ SETTINGS: tuple[Setting, ...] = (
              "the distribution that tokens were drawn from. See docs/logprobs.md."),
     _setting("max-body-bytes", "server.max_body_bytes", values.size, REQUESTS,
              "largest body of a request for generation, such as 8MiB; more is answered with 413. "
-             "If not given, it is 64MiB where a served model takes images. A body that is only "
-             "tokenised, counted or turned into text may have an eighth, or 1MiB if that is more, "
-             "images not counted. An image's file may have a third, or 20MiB if that is more.",
+             "If not given, it is 64MiB where a served model takes images or audio, 35 minutes of "
+             "WAV at 16 kHz. A body that is only tokenised, counted or turned into text may have "
+             "an eighth, or 1MiB if that is more, images not counted. An image's file may have a "
+             "third, or 20MiB if that is more.",
              metavar="SIZE",
-             shares=(("server.max_picture_body_bytes", _same),
+             shares=(("server.max_media_body_bytes", _same),
                      ("server.max_tokenize_bytes", _part(8, TOKENIZE_BYTES)),
                      ("media.max_bytes", _part(3, IMAGE_BYTES)))),
     _setting("max-body-bytes-per-key", "server.max_client_body_bytes", values.size, REQUESTS,

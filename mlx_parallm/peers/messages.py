@@ -222,9 +222,9 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """From an HTTP process: what it has answered since the last time, by labels of the metric."""
+    """From an HTTP process: what it has counted since the last time, by labels of the metrics."""
 
-    counts: Mapping[Any, int]
+    counts: Mapping[Any, float]
 
 
 @dataclass(frozen=True, slots=True)

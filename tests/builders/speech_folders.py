@@ -1,4 +1,4 @@
-"""A tiny speech model of random weights whose tokens are bytes, as a folder on disk."""
+"""Tiny speech models whose tokens are bytes: random ones, and one that hears the same always."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ SPECIALS = (
 IDS = {token: END + number for number, token in enumerate(SPECIALS)}
 BEGIN = END + len(SPECIALS)
 STEPS = 1501
+# CERTAINTY: how much a position counts in the hidden state, where a token counts 1.
+CERTAINTY = 64.0
 CONFIG: dict[str, Any] = {
     "model_type": "whisper",
     "architectures": ["WhisperForConditionalGeneration"],
@@ -52,14 +54,52 @@ CONFIG: dict[str, Any] = {
 
 
 def write_speech(folder: Path, *, is_english: bool = False, **fields: Any) -> Path:
-    """Write a folder; ``fields`` replace those of its config."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write a folder with random weights; ``fields`` replace those of its config."""
     config = CONFIG | fields
+    return _write(folder, config, _random_weights(config), is_english=is_english)
+
+
+def write_scripted_speech(folder: Path, text: str, *, end_s: float = 1.0) -> Path:
+    """Write a folder of a model that hears the same in every window.
+
+    Its positions alone choose tokens: English, a timestamp of 0 s, a text of ASCII that does not
+    begin with a space, and the timestamp of its end. It begins with the text where there are no
+    timestamps.
+    """
+    script = [IDS["<|en|>"], END, BEGIN, *text.encode(), BEGIN + round(end_s * 50), END]
+    size = 1 << (len(script) + 1).bit_length()
+    config = CONFIG | {"d_model": size, "max_target_positions": size}
+    weights = _random_weights(config)
+    for name, array in weights.items():
+        if name.endswith(("out_proj.weight", "out_proj.bias", "fc2.weight", "fc2.bias")):
+            weights[name] = mx.zeros_like(array)
+    # The rows of a Hadamard matrix but the first are orthogonal, and their mean is 0.
+    rows = mx.hadamard_transform(mx.eye(size))[1:]
+    positions, tokens = mx.zeros((size, size)), mx.zeros((config["vocab_size"], size))
+    for place, token_id in enumerate(script):
+        positions[place] = CERTAINTY * rows[place]
+        tokens[token_id] += rows[place]
+    weights |= {
+        "model.decoder.embed_positions.weight": positions,
+        "model.decoder.embed_tokens.weight": tokens,
+        "model.decoder.layer_norm.weight": mx.full((size,), CERTAINTY),
+        "model.decoder.layer_norm.bias": mx.zeros((size,)),
+    }
+    return _write(folder, config, weights)
+
+
+def _random_weights(config: dict[str, Any]) -> dict[str, mx.array]:
     model = Model(ModelArgs.from_dict(config | {"tie_word_embeddings": True}))
-    weights = {
+    return {
         name: mx.array(golden_weight(name, array.shape))
         for name, array in parameters_of(model).items()
     }
+
+
+def _write(
+    folder: Path, config: dict[str, Any], weights: dict[str, mx.array], *, is_english: bool = False
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     generation = {
         "decoder_start_token_id": config["decoder_start_token_id"],
         "eos_token_id": END,
@@ -83,8 +123,7 @@ def write_speech(folder: Path, *, is_english: bool = False, **fields: Any) -> Pa
 def tokenizer() -> dict[str, Any]:
     """Return the JSON of a tokenizer whose texts are bytes."""
     content = byte_level()
-    names = gpt2_byte_map()
-    content["model"]["vocab"] = {name: number for number, name in enumerate(names)}
+    content["model"]["vocab"] = dict(gpt2_byte_map())
     stamps = [f"<|{step / 50:.2f}|>" for step in range(STEPS)]
     content["added_tokens"] = [
         {"id": END + number, "content": token, "special": number < len(SPECIALS)} | NO_FLAGS

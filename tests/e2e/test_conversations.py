@@ -36,7 +36,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeEngin
         max_conversations_bytes=MAX_BYTES,
         max_body_bytes=MAX_ITEM_BYTES,
         max_client_body_bytes=MAX_KEY_BYTES,
-        max_picture_body_bytes=0,
+        max_media_body_bytes=0,
     )
     with serve_fake(engine, config) as url:
         yield engine, url

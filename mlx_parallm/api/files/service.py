@@ -35,7 +35,7 @@ def make_batch_service(
         files=FileLimits(
             max_file_bytes=config.max_file_bytes, max_total_bytes=config.max_files_bytes
         ),
-        max_line_bytes=max(config.max_body_bytes, config.max_picture_body_bytes) + LINE_BYTES,
+        max_line_bytes=max(config.max_body_bytes, config.max_media_body_bytes) + LINE_BYTES,
         max_samples=_max_samples(config, scheduler),
     )
     sender = LineSender(app, max_waiting)

@@ -115,17 +115,17 @@ def _is_paced(scope: Scope) -> bool:
 
 
 def _max_size(scope: Scope, limit: BodyLimit, config: ServerConfig) -> int:
-    size = limit.size_with_images
-    return size(config) if size is not None and _takes_images(scope) else limit.size(config)
+    size = limit.size_with_media
+    return size(config) if size is not None and _takes_media(scope) else limit.size(config)
 
 
-def _takes_images(scope: Scope) -> bool:
+def _takes_media(scope: Scope) -> bool:
     """True if a served model does; the body, which names its model, is not read yet."""
     app = scope.get("app")
     engine: RequestClient | None = None if app is None else getattr(app.state, "engine", None)
     statuses = () if engine is None else engine.statuses()
     models = (status.model for status in statuses if status.model is not None)
-    return any("image" in model.input_modalities for model in models)
+    return any({"image", "audio"} & {*model.input_modalities} for model in models)
 
 
 def held_body(scope: Scope) -> HeldBody:
@@ -195,7 +195,7 @@ class HeldBody:
         self._check_size(self._held.amount)
 
     def _check_size(self, size: int) -> None:
-        # Few bodies are so large that it matters whether a model takes images.
+        # Few bodies are so large that it matters whether a model takes images or audio.
         if size > self._plain_size and size > self.max_size:
             raise RequestTooLargeError(
                 f"The body is larger than {self.max_size} bytes.{self._limit.hint}"

@@ -50,23 +50,25 @@ class BodyLimit:
         size: returns the most bytes, by the settings.
         kept: how the body is kept.
         hint: appended to the message of a refusal.
-        size_with_images: the same as ``size`` where a served model takes images; None if that
-            makes no difference.
+        size_with_media: the same as ``size`` where a served model takes images or audio; None if
+            that makes no difference.
         unpaced_types: content types of which a body takes the event loop no time, however long.
     """
 
     size: Callable[[ServerConfig], int]
     kept: Kept = Kept.REQUEST
     hint: str = ""
-    size_with_images: Callable[[ServerConfig], int] | None = None
+    size_with_media: Callable[[ServerConfig], int] | None = None
     unpaced_types: frozenset[str] = frozenset()
 
 
 SMALL = BodyLimit(lambda _: SMALL_BODY_BYTES)
 INPUT = BodyLimit(
     lambda config: config.max_body_bytes,
-    size_with_images=lambda config: max(config.max_body_bytes, config.max_picture_body_bytes),
+    size_with_media=lambda config: max(config.max_body_bytes, config.max_media_body_bytes),
 )
+#: Recordings as files of forms, which are searched for their end alone.
+AUDIO = replace(INPUT, unpaced_types=frozenset({"multipart/form-data"}))
 #: Tensors of nets: those of a safetensors file are its bytes.
 TENSORS = replace(INPUT, unpaced_types=frozenset({"application/x-safetensors"}))
 TOKENIZE_HINT = " See --max-body-bytes."
@@ -75,7 +77,7 @@ TOKENIZE = BodyLimit(lambda config: config.max_tokenize_bytes, hint=TOKENIZE_HIN
 COUNT = BodyLimit(
     lambda config: config.max_tokenize_bytes,
     hint=TOKENIZE_HINT,
-    size_with_images=lambda config: max(config.max_tokenize_bytes, config.max_picture_body_bytes),
+    size_with_media=lambda config: max(config.max_tokenize_bytes, config.max_media_body_bytes),
 )
 ADAPTER = BodyLimit(lambda config: config.max_adapter_bytes + FORM_BYTES, Kept.UPLOAD)
 WEIGHTS = BodyLimit(lambda config: config.max_weights_bytes + FORM_BYTES, Kept.UPLOAD)

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from mlx_parallm.api.http.declared import Access
 from mlx_parallm.server_config import ServerConfig
+from mlx_parallm.types.json_values import is_object
 
 # FILE_NAME: in the folder of a slice, its examples by "METHOD path".
 FILE_NAME = "examples.json"
@@ -27,7 +28,8 @@ class ExampleRequest:
         path: values of the path's parameters.
         query: values of the query's parameters.
         json: a JSON body; None if there is none.
-        form: the fields of a multipart body; a file is an object of ``filename`` and ``text``.
+        form: the fields of a multipart body; a file is an object of ``filename`` and of
+            ``text`` or ``base64``.
     """
 
     path: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -119,9 +121,10 @@ def _add_request(operation: dict[str, Any], request: ExampleRequest) -> None:
 
 
 def form_example(form: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a form with the content of its files as text."""
+    """Return the fields of a form with the content of its files, or the names of those of bytes."""
     return {
-        name: value["text"] if isinstance(value, dict) else value for name, value in form.items()
+        name: value.get("text", value["filename"]) if is_object(value) else value
+        for name, value in form.items()
     }
 
 
@@ -138,6 +141,7 @@ def _add_answer(operation: dict[str, Any], example: Example) -> None:
 
 
 CHAT = "chat"
+AUDIO = "audio"
 POOLING = "embeddings and scores"
 TOKENS = "tokens and templates"
 FILES = "files and batches"
@@ -149,6 +153,7 @@ CONTROL = "control"
 # GROUPS: descriptions of groups, in the order of /docs.
 GROUPS = {
     CHAT: "Text of models that generate, in the forms of several APIs.",
+    AUDIO: "Speech to text.",
     POOLING: "What models read: vectors, classes, scores, rewards.",
     TOKENS: "Texts to tokens and back, and what chat templates make of messages.",
     FILES: "Files, and batches of requests that are answered in the background.",

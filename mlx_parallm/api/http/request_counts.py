@@ -1,8 +1,7 @@
-"""Counts of answered HTTP requests, for ``GET /metrics``."""
+"""Counts of answered HTTP requests and of their recordings, for ``GET /metrics``."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Awaitable, Mapping
 from http import HTTPMethod
 from typing import NamedTuple
@@ -27,33 +26,48 @@ class Answered(NamedTuple):
     status: str
 
 
+class AudioHeard(NamedTuple):
+    """The labels that seconds of audio are counted by."""
+
+    model_name: str
+
+
+#: ``Labels``: of what is counted: answers, or seconds of audio.
+Labels = Answered | AudioHeard
+
+
 class RequestCounts:
-    """Counts the answers of this process, and adds those of others. Used on one event loop."""
+    """Counts the requests of this process, and adds those of others. Used on one event loop."""
 
     def __init__(self) -> None:
-        self._counts: Counter[Answered] = Counter()
+        self._counts: dict[Labels, float] = {}
 
-    def add(self, counts: Mapping[Answered, int]) -> None:
-        """Add answers."""
-        self._counts.update(counts)
+    def add(self, counts: Mapping[Labels, float]) -> None:
+        """Add what another process has counted."""
+        for labels, amount in counts.items():
+            self.count(labels, amount)
 
-    def count(self, labels: Answered) -> None:
-        """Add one answer."""
-        self._counts[labels] += 1
+    def count(self, labels: Labels, amount: float = 1) -> None:
+        """Add an answer, or an amount of seconds."""
+        self._counts[labels] = self._counts.get(labels, 0) + amount
 
-    def take(self) -> Mapping[Answered, int]:
-        """Return all answers, and count from zero again."""
-        taken, self._counts = self._counts, Counter()
+    def take(self) -> Mapping[Labels, float]:
+        """Return all counts, and count from zero again."""
+        taken, self._counts = self._counts, {}
         return taken
 
-    def family(self) -> CounterMetricFamily:
-        """Return the metric: the labels are those of prometheus-fastapi-instrumentator."""
-        family = CounterMetricFamily(
+    def families(self) -> list[CounterMetricFamily]:
+        """Return the metrics: answers have the labels of prometheus-fastapi-instrumentator."""
+        answers = CounterMetricFamily(
             "http_requests", "HTTP requests that were answered.", labels=Answered._fields
         )
-        for labels, count in sorted(self._counts.items()):
-            family.add_metric(labels, count)
-        return family
+        audio = CounterMetricFamily(
+            "vllm:audio_seconds", "Seconds of audio heard.", labels=AudioHeard._fields
+        )
+        for labels, amount in sorted(self._counts.items()):
+            family = answers if isinstance(labels, Answered) else audio
+            family.add_metric(labels, amount)
+        return [answers, audio]
 
 
 class CountingMiddleware(HttpMiddleware):

@@ -84,4 +84,4 @@ async def end_turn(turn: ConversationTurn, items: list[Item], response: dict[str
 
 def max_bytes(config: ServerConfig) -> int:
     """Return the most bytes of a conversation that a response goes on with."""
-    return max(config.max_body_bytes, config.max_picture_body_bytes)
+    return max(config.max_body_bytes, config.max_media_body_bytes)

@@ -542,9 +542,9 @@ def test_a_misspelt_flag_has_a_hint(
 
 def test_an_explicit_body_limit_holds_for_images_too() -> None:
     _, default = read()
-    assert (default.max_body_bytes, default.max_picture_body_bytes) == (2**23, 2**26)
+    assert (default.max_body_bytes, default.max_media_body_bytes) == (2**23, 2**26)
     _, server = read("--max-body-bytes", "1MiB")
-    assert (server.max_body_bytes, server.max_picture_body_bytes) == (2**20, 2**20)
+    assert (server.max_body_bytes, server.max_media_body_bytes) == (2**20, 2**20)
 
 
 @pytest.mark.parametrize(

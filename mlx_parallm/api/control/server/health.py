@@ -89,7 +89,7 @@ async def metrics(engine: EngineDep, request: Request) -> Response:
     body, content_type = await engine.render_metrics()
     counts: RequestCounts = request.app.state.counts
     # A process may have thousands of descriptors, and a machine thousands of processes.
-    body += _rendered([counts.family(), *await in_thread(usage_families)])
+    body += _rendered([*counts.families(), *await in_thread(usage_families)])
     training: TrainingService | None = request.app.state.training
     if training is not None:
         body += training.metrics()

@@ -93,7 +93,7 @@ class EngineWithInputs(FakeEngine):
 async def test_bodies_are_larger_where_a_model_of_any_kind_takes_images(
     modalities: Sequence[str] | None, limit: int
 ) -> None:
-    config = ServerConfig(max_body_bytes=MEDIUM, max_picture_body_bytes=LARGE)
+    config = ServerConfig(max_body_bytes=MEDIUM, max_media_body_bytes=LARGE)
     async with client_of(make_app(EngineWithInputs(modalities), config)) as client:
         for size, expected in ((limit, 400), (limit + 1, 413)):
             response = await client.post("/v1/chat/completions", content=b" " * size)
