@@ -174,7 +174,7 @@ async def test_a_batch_may_hold_what_says_so(app: Any) -> None:
             is_refused = content["error"]["param"] == "endpoint"
             assert is_refused == (path not in batchable), path
     assert "/v1/chat/completions" in batchable
-    assert len(batchable) == 10
+    assert len(batchable) == 12
 
 
 def test_the_document_says_who_may_use_a_route(app: Any) -> None:

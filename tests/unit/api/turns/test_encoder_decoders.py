@@ -55,6 +55,8 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
 SERVED = {
     "/v1/chat/completions",
     "/v1/chat/completions/input_tokens",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
     "/v1/chat/completions/batch",
     "/v1/completions",
     "/v1/responses",

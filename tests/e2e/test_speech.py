@@ -1,0 +1,261 @@
+"""Recordings by OpenAI's client: every form of answer, and a server beside which texts go on."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from openai.types.audio import Transcription, TranscriptionVerbose
+
+from tests.audio_files import clip
+from tests.builders.speech_folders import write_scripted_speech, write_speech
+from tests.server_process import ServerProcess, serving
+
+#: ``SPEAKS`` hears ``SENTENCE`` in every window; ``RANDOM`` and ``ENGLISH`` have random weights.
+SPEAKS, RANDOM, ENGLISH, TEXT = "speaks", "random", "english", "mlx-parallm-demo"
+SENTENCE, END_S = "Hello --> there.", 2.0
+#: ``DRAWN``: settings of a random model, whose likeliest texts are short.
+DRAWN = {"temperature": 1.0, "extra_body": {"seed": 3}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("speech")
+    folders = {
+        SPEAKS: write_scripted_speech(folder / SPEAKS, SENTENCE, end_s=END_S),
+        RANDOM: write_speech(folder / RANDOM),
+        ENGLISH: write_speech(folder / ENGLISH, is_english=True),
+        TEXT: TEXT,
+    }
+    with serving(folders, "--max-audio-seconds", "100") as process:
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
+        yield api
+
+
+@pytest.fixture
+async def async_client(server: ServerProcess) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0
+    ) as api:
+        yield api
+
+
+def hear(client: openai.OpenAI, seconds: float = 3, *, model: str = SPEAKS, **more: Any) -> Any:
+    return client.audio.transcriptions.create(
+        file=("speech.wav", clip(seconds)), model=model, **more
+    )
+
+
+def usage_of(seconds: int, num_windows: int, num_text: int, num_output: int) -> dict[str, Any]:
+    num_input = 1500 * num_windows + num_text
+    return {
+        "seconds": seconds,
+        "input_tokens": num_input,
+        "output_tokens": num_output,
+        "total_tokens": num_input + num_output,
+        "input_token_details": {"audio_tokens": 1500 * num_windows, "text_tokens": num_text},
+    }
+
+
+def test_json_has_the_text_and_what_it_took(client: openai.OpenAI) -> None:
+    answer = hear(client, language="English")
+    assert isinstance(answer, Transcription)
+    assert answer.text == SENTENCE
+    assert answer.usage is not None
+    # The prompt has four tokens; the output has the text's, a timestamp and the end.
+    expected = {"type": "duration"} | usage_of(3, 1, 4, len(SENTENCE) + 2)
+    assert answer.usage.to_dict() == expected
+
+
+def test_a_language_that_is_detected_costs_a_token(client: openai.OpenAI) -> None:
+    usage = hear(client).usage.to_dict()
+    assert (usage["input_token_details"]["text_tokens"], usage["output_tokens"]) == (
+        4 + 1,
+        len(SENTENCE) + 2 + 1,
+    )
+
+
+def test_verbose_json_has_segments(client: openai.OpenAI) -> None:
+    answer = hear(client, response_format="verbose_json", timestamp_granularities=["segment"])
+    assert isinstance(answer, TranscriptionVerbose)
+    assert (answer.text, answer.language, answer.duration) == (SENTENCE, "english", 3.0)
+    assert answer.segments is not None
+    [segment] = answer.segments
+    assert (segment.start, segment.end, segment.text, segment.seek) == (0.0, END_S, SENTENCE, 0)
+    assert len(segment.tokens) == len(SENTENCE) + 2
+    assert (segment.temperature, segment.avg_logprob) == (0.0, pytest.approx(0, abs=1e-3))
+    assert 0 <= segment.no_speech_prob < 0.1
+
+
+def test_subtitles_have_times_and_no_second_arrow(client: openai.OpenAI) -> None:
+    srt = hear(client, 70, response_format="srt")
+    assert srt.startswith("1\n00:00:00,000 --> 00:00:02,000\nHello -> there.\n\n2\n00:00:30,000")
+    vtt = hear(client, response_format="vtt")
+    assert vtt == "WEBVTT\n\n00:00:00.000 --> 00:00:02.000\nHello -> there.\n\n"
+    assert hear(client, response_format="text") == f"{SENTENCE}\n"
+
+
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")
+def test_a_translation_is_english(client: openai.OpenAI) -> None:
+    file = ("speech.wav", clip(3))
+    assert client.audio.translations.create(file=file, model=SPEAKS).text == SENTENCE
+    answer: Any = client.audio.translations.create(
+        file=file, model=SPEAKS, response_format="verbose_json"
+    )
+    assert (answer.task, answer.language) == ("translate", "english")
+
+
+def test_long_recordings_are_heard_in_windows(client: openai.OpenAI) -> None:
+    answer = hear(client, 70, response_format="verbose_json")
+    assert [segment.start for segment in answer.segments] == [0.0, 30.0, 60.0]
+    assert [segment.seek for segment in answer.segments] == [0, 3000, 6000]
+    assert answer.text == SENTENCE * 3
+    assert answer.usage.seconds == 70
+
+
+def test_a_stream_has_an_event_for_each_segment(client: openai.OpenAI) -> None:
+    *deltas, done = hear(client, 70, stream=True)
+    assert [event.type for event in deltas] == ["transcript.text.delta"] * 3
+    assert "".join(event.delta for event in deltas) == done.text == SENTENCE * 3
+    assert (done.type, done.usage.type) == ("transcript.text.done", "tokens")
+
+
+async def test_the_asynchronous_client_gets_the_same(async_client: openai.AsyncOpenAI) -> None:
+    create = async_client.audio.transcriptions.create
+    file = ("speech.wav", clip(3))
+    answer = await create(file=file, model=SPEAKS)
+    stream = await create(file=file, model=SPEAKS, stream=True)
+    events: list[Any] = [event async for event in stream]
+    assert answer.text == events[-1].text == SENTENCE
+    assert await create(file=file, model=SPEAKS, response_format="text") == f"{SENTENCE}\n"
+
+
+def test_logprobs_spell_the_text(client: openai.OpenAI) -> None:
+    answer = hear(client, include=["logprobs"])
+    spelled = bytes(int(byte) for each in answer.logprobs for byte in each.bytes)
+    assert spelled.decode() == answer.text
+    *deltas, done = hear(client, 40, include=["logprobs"], stream=True)
+    whole = [entry.to_dict() for event in deltas for entry in event.logprobs]
+    assert whole == [entry.to_dict() for entry in done.logprobs]
+    assert len(whole) == 2 * len(SENTENCE)
+
+
+def test_a_language_a_prompt_and_a_seed_change_the_text(client: openai.OpenAI) -> None:
+    settings: list[dict[str, Any]] = [
+        {"language": "de"},
+        {"language": "fr"},
+        {"language": "de", "prompt": "Names: Ada."},
+        {"language": "de", "extra_body": {"seed": 4}},
+    ]
+    texts = {hear(client, model=RANDOM, **(DRAWN | each)).text for each in settings}
+    assert len(texts) == len(settings), texts
+    assert hear(client, model=RANDOM, **(DRAWN | {"language": "German"})).text in texts
+
+
+def test_batches_have_recordings_as_data_urls(client: openai.OpenAI) -> None:
+    url = f"data:audio/wav;base64,{base64.b64encode(clip(2)).decode()}"
+    path = "/v1/audio/transcriptions"
+    lines = [
+        {"custom_id": "json", "url": path, "body": {"model": SPEAKS, "file_url": url}},
+        {"custom_id": "srt", "url": path, "body": {"file_url": url, "response_format": "srt"}},
+        {"custom_id": "bad", "url": path, "body": {"model": SPEAKS, "file_url": "https://a.b/c"}},
+    ]
+    content = "\n".join(json.dumps(line | {"method": "POST"}) for line in lines)
+    file = client.files.create(file=("lines.jsonl", content.encode()), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id,
+        endpoint=path,  # pyright: ignore[reportArgumentType]
+        completion_window="24h",
+    )
+    while batch.status != "completed":
+        assert batch.status in ("validating", "in_progress", "finalizing"), batch
+        batch = client.batches.retrieve(batch.id)
+    assert batch.output_file_id is not None
+    assert batch.error_file_id is not None
+    answers = {
+        entry["custom_id"]: entry["response"]
+        for id_ in (batch.output_file_id, batch.error_file_id)
+        for entry in map(json.loads, client.files.content(id_).text.splitlines())
+    }
+    assert answers["json"]["body"]["text"] == SENTENCE
+    assert answers["srt"]["body"].startswith("1\n00:00:00,000")
+    assert answers["bad"]["status_code"] == 400
+    assert answers["bad"]["body"]["error"]["param"] == "file_url"
+
+
+def test_fields_that_are_not_read_are_named(server: ServerProcess) -> None:
+    answer = httpx2.post(
+        f"{server.url}/v1/audio/transcriptions",
+        files={"file": ("speech.wav", clip(1))},
+        data={"model": SPEAKS, "known_speaker_names[]": ["Ada"], "language": ""},
+    )
+    assert answer.json()["text"] == SENTENCE
+    assert answer.headers["x-ignored-fields"] == "known_speaker_names"
+
+
+def test_seconds_are_counted(server: ServerProcess, client: openai.OpenAI) -> None:
+    hear(client, 1)
+    before = heard_s(server)
+    hear(client, 70)
+    assert heard_s(server) == pytest.approx(before + 70)
+
+
+def heard_s(server: ServerProcess) -> float:
+    """Return the seconds that ``SPEAKS`` has heard."""
+    line = f'vllm:audio_seconds_total{{model_name="{SPEAKS}"}} '
+    lines = httpx2.get(f"{server.url}/metrics").text.splitlines()
+    return float(next(each for each in lines if each.startswith(line)).removeprefix(line))
+
+
+def test_chats_take_no_audio(client: openai.OpenAI) -> None:
+    data = base64.b64encode(clip(1)).decode()
+    part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    messages: Any = [{"role": "user", "content": [part]}]
+    with pytest.raises(openai.BadRequestError, match="audio"):
+        client.chat.completions.create(model=TEXT, messages=messages)
+
+
+async def test_an_abort_leaves_nothing_running(
+    server: ServerProcess, async_client: openai.AsyncOpenAI
+) -> None:
+    # One client leaves a stream after an event, another one before its answer.
+    file = ("speech.wav", clip(90))
+    stream = await async_client.audio.transcriptions.create(file=file, model=SPEAKS, stream=True)
+    assert await anext(aiter(stream))
+    await stream.close()
+    waiting = asyncio.ensure_future(
+        async_client.audio.transcriptions.create(file=file, model=RANDOM)
+    )
+    async with httpx2.AsyncClient(base_url=server.url) as http:
+        while not (await http.get("/load")).json()["num_running"]:
+            pass
+        waiting.cancel()
+        while (await http.get("/load")).json()["server_load"]:
+            pass
+
+
+async def test_texts_and_recordings_share_a_server(async_client: openai.AsyncOpenAI) -> None:
+    async def chat() -> str | None:
+        answer = await async_client.chat.completions.create(
+            model=TEXT, messages=[{"role": "user", "content": "hi"}], max_tokens=24, temperature=0
+        )
+        return answer.choices[0].message.content
+
+    async def transcript() -> str:
+        file = ("speech.wav", clip(40))
+        return (await async_client.audio.transcriptions.create(file=file, model=SPEAKS)).text
+
+    alone = await chat()
+    texts = await asyncio.gather(*(chat() for _ in range(4)), *(transcript() for _ in range(4)))
+    assert texts == [alone] * 4 + [SENTENCE * 2] * 4
