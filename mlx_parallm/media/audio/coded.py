@@ -40,13 +40,13 @@ class CodedFile:
         kind: "flac", "mp3" or "vorbis".
         form: of its samples.
         data: parts of the file, one after the other: what is not decoded is left out.
-        max_seconds: the longest recording.
+        limits: of its form.
     """
 
     kind: str
     form: AudioForm
     data: Sequence[memoryview]
-    max_seconds: float
+    limits: AudioLimits
 
     @property
     def num_tolerated(self) -> int:
@@ -66,9 +66,9 @@ class CodedFile:
             kind=self.kind,
             num_channels=form.num_channels,
             rate=form.rate,
-            most_frames=form.most_frames(self.max_seconds),
+            most_frames=self.limits.most_frames(form),
         )
-        with _started(self.max_seconds) as child:
+        with _started(self.limits.max_seconds) as child:
             try:
                 _send(child, header, self.data)
                 yield from _parts(child, form.num_channels)
@@ -112,9 +112,9 @@ def open_coded(file: bytes, start: int, kind: str, limits: AudioLimits) -> Coded
         form, end = read_vorbis(file, start)
         parts = [data[start:end]]
     else:
-        form, parts = read_mp3(file, start, limits.max_seconds)
+        form, parts = read_mp3(file, start, limits)
     limits.check(form)
-    return CodedFile(kind, form, parts, limits.max_seconds)
+    return CodedFile(kind, form, parts, limits)
 
 
 def _started(max_seconds: float) -> subprocess.Popen[bytes]:

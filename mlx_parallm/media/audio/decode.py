@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,8 @@ TAKEN = "WAV, FLAC, MP3 and Ogg Vorbis"
 CONVERTER = "convert it, as by ffmpeg -i FILE -ar 16000 -ac 1 audio.wav"
 # TAG_BYTES, HEAD_BYTES: the header of a tag, and the bytes that show the format.
 TAG_BYTES, HEAD_BYTES = 10, 64
+# MOST_TAGS: tags that are skipped.
+MOST_TAGS = 100
 # MP3_SYNC: the first 11 bits of a frame of MPEG audio.
 MP3_SYNC = 0xFFE0
 #: ``OTHERS``: formats that are recognised so that the error can name them: their first bytes, and
@@ -60,7 +63,7 @@ def decode_audio(data: bytes, limits: AudioLimits, rate: int) -> np.ndarray:
         OverloadedError: there was no time to decode it.
     """
     file = _opened(data, limits)
-    most = file.form.most_frames(limits.max_seconds)
+    most = limits.most_frames(file.form)
     samples = resampled(_checked(file, most, limits), file.form.rate, rate, most)
     if not len(samples):
         raise InvalidRequestError("The audio has no samples.")
@@ -88,7 +91,7 @@ def _checked(file: AudioFile, most: int, limits: AudioLimits) -> Iterator[np.nda
         num_frames += len(whole)
         if num_frames == most:
             break
-    limits.check_seconds(num_frames / file.form.rate)
+    limits.check(replace(file.form, num_frames=num_frames))
     if num_frames + file.num_tolerated < (file.form.num_frames or 0):
         raise InvalidRequestError("The audio file is truncated or damaged: it ends before it says.")
 
@@ -107,7 +110,9 @@ def _opened(data: bytes, limits: AudioLimits) -> AudioFile:
 def _behind_tags(data: bytes) -> int:
     """Return where a file begins behind tags (ID3v2), which have sizes of 7 bits a byte."""
     start = 0
-    while data[start : start + 3] == b"ID3" and len(data) >= start + TAG_BYTES:
+    for _ in range(MOST_TAGS):
+        if data[start : start + 3] != b"ID3" or len(data) < start + TAG_BYTES:
+            break
         size = 0
         for byte in data[start + 6 : start + TAG_BYTES]:
             size = size << 7 | byte & 0x7F

@@ -9,6 +9,11 @@ from mlx_parallm.types.errors import InvalidRequestError
 #: ``MOST_CHANNELS``, ``RATES``: what recordings of speech have at most; sampling rates in Hz.
 MOST_CHANNELS = 8
 RATES = range(4_000, 192_001)
+# SAMPLES_PER_S: samples of all channels per second of the longest recording, which bound the work:
+# those of stereo at 96 kHz.
+SAMPLES_PER_S = 2 * 96_000
+# ROUNDING_S: encoders put so many seconds around a recording at most.
+ROUNDING_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +29,6 @@ class AudioForm:
     rate: int
     num_channels: int
     num_frames: int | None
-
-    def most_frames(self, max_seconds: float) -> int:
-        """Return how many samples of a channel are decoded at most.
-
-        One more than ``max_seconds`` have shows that a file of unknown length is too long.
-        """
-        return self.num_frames if self.num_frames is not None else int(max_seconds * self.rate) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,17 +56,31 @@ class AudioLimits:
             raise InvalidRequestError(
                 f"The audio has {form.num_channels} channels; 1 to {MOST_CHANNELS} are taken."
             )
-        if form.num_frames is not None:
-            self.check_seconds(form.num_frames / form.rate)
-
-    def check_seconds(self, seconds: float) -> None:
-        """Refuse a file that lasts too long.
-
-        Raises:
-            InvalidRequestError: it does.
-        """
-        if seconds > self.max_seconds:
+        if form.num_frames is None:
+            return
+        seconds, num_samples = form.num_frames / form.rate, form.num_frames * form.num_channels
+        if seconds > self.max_seconds + ROUNDING_S:
             raise InvalidRequestError(
                 f"The audio lasts {seconds:.1f} s; at most {self.max_seconds:g} s are taken "
                 "(--max-audio-seconds)."
             )
+        if num_samples > self.max_samples:
+            raise InvalidRequestError(
+                f"The audio has {num_samples} samples in its channels; at most "
+                f"{self.max_samples} are taken."
+            )
+
+    @property
+    def max_samples(self) -> int:
+        """Return the most samples of all channels."""
+        return int((self.max_seconds + ROUNDING_S) * SAMPLES_PER_S)
+
+    def most_frames(self, form: AudioForm) -> int:
+        """Return how many samples of a channel are decoded at most.
+
+        A file of unknown length has one more than may be if it is too long.
+        """
+        if form.num_frames is not None:
+            return form.num_frames
+        seconds = self.max_seconds + ROUNDING_S
+        return min(int(seconds * form.rate), self.max_samples // form.num_channels) + 1

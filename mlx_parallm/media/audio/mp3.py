@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mlx_parallm.media.audio.limits import AudioForm
+from mlx_parallm.media.audio.limits import AudioForm, AudioLimits
 from mlx_parallm.types.errors import InvalidRequestError
 
 # VERSION_1, RATES: the number of the first version, and rates in Hz by the version's number.
@@ -70,7 +70,9 @@ class Frame:
         return int.from_bytes(data[at + 8 : at + 12], "big")
 
 
-def read_mp3(data: bytes, start: int, max_seconds: float) -> tuple[AudioForm, Sequence[memoryview]]:
+def read_mp3(
+    data: bytes, start: int, limits: AudioLimits
+) -> tuple[AudioForm, Sequence[memoryview]]:
     """Return the form of a file's samples, and its frames without what is between them.
 
     Frames are counted, because what a file says of their number may be missing or wrong.
@@ -78,7 +80,7 @@ def read_mp3(data: bytes, start: int, max_seconds: float) -> tuple[AudioForm, Se
     Args:
         data: the file.
         start: where the frames begin, behind tags.
-        max_seconds: the count ends behind so many.
+        limits: the count ends behind them.
 
     Raises:
         InvalidRequestError: it has no frames, or ends before it says.
@@ -87,7 +89,8 @@ def read_mp3(data: bytes, start: int, max_seconds: float) -> tuple[AudioForm, Se
     first = next(frames, None)
     if first is None:
         raise InvalidRequestError("The MP3 file is truncated or damaged: it has no frames.")
-    most = int(max_seconds * first.rate) // first.num_samples + 2
+    form = AudioForm(first.rate, first.num_channels, None)
+    most = limits.most_frames(form) // first.num_samples + 2
     # Where frames are without a gap.
     runs = [[first.place, first.place + first.size]]
     num_frames = 1
@@ -104,7 +107,7 @@ def read_mp3(data: bytes, start: int, max_seconds: float) -> tuple[AudioForm, Se
         if announced < num_frames - 1:
             # Files were joined, and the decoder would end where the first one did.
             runs[0][0] += first.size
-    form = AudioForm(first.rate, first.num_channels, num_frames * first.num_samples)
+    form = replace(form, num_frames=num_frames * first.num_samples)
     return form, [memoryview(data)[begin:end] for begin, end in runs]
 
 

@@ -87,7 +87,7 @@ def read_wav(data: bytes) -> WavFile:
             if fields is None:
                 raise InvalidRequestError("The WAV file has samples before it says their form.")
             return _file_of(fields, content)
-    raise InvalidRequestError("The WAV file is truncated: it has no samples.")
+    raise InvalidRequestError("The WAV file is truncated or damaged: it has no samples.")
 
 
 def _chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:

@@ -9,6 +9,7 @@ import pytest
 from transformers import WhisperFeatureExtractor
 
 from mlx_parallm.audio.log_mel import FRAMES_PER_S, SAMPLE_RATE, LogMel
+from mlx_parallm.audio.recording import bytes_of, recorded
 
 WINDOW = 30 * FRAMES_PER_S
 RANDOM = np.random.RandomState(1)
@@ -27,6 +28,8 @@ CLIPS = {
     "less than a frame": tone(0.01),
     "a frame's half": RANDOM.standard_normal(200).astype(np.float32),
     "one second": tone(1.0),
+    "one sample less than a frame": tone(0.025)[:-1],
+    "a frame": tone(0.025),
     "odd": tone(7.12345),
     "almost all": tone(29.99),
     "all": tone(30.0),
@@ -46,10 +49,29 @@ def test_a_window_has_the_features_of_transformers(name: str, num_mels: int) -> 
     assert np.abs(LogMel(num_mels).features(clip, WINDOW) - expected).max() <= 1e-5
 
 
-def test_a_long_recording_has_the_features_of_transformers() -> None:
-    clip = np.concatenate([tone(40.0), np.zeros(5000, np.float32), tone(31.777)])
-    extractor: Any = WhisperFeatureExtractor(feature_size=80)
+@pytest.mark.parametrize("num_mels", [80, 128])
+@pytest.mark.parametrize("num_samples", [30 * 16000 + 1, 31 * 16000, 90 * 16000, 72 * 16000 + 77])
+def test_a_long_recording_has_the_features_of_transformers(num_samples: int, num_mels: int) -> None:
+    clip = np.concatenate([tone(29.0), np.zeros(5000, np.float32), tone(61.0)])[:num_samples]
+    extractor: Any = WhisperFeatureExtractor(feature_size=num_mels)
     settings = {"truncation": False, "padding": "longest", "return_attention_mask": True}
     read = extractor(clip, sampling_rate=SAMPLE_RATE, return_tensors="np", **settings)
     expected = read.input_features[0].T
-    assert np.abs(LogMel(80).features(clip, len(expected)) - expected).max() <= 1e-5
+    recording = recorded(clip, num_mels)
+    assert recording.num_frames == len(expected) == len(recording.features)
+    assert np.abs(recording.features - expected).max() <= 1e-5
+
+
+def test_equal_recordings_alone_have_equal_windows() -> None:
+    clip = tone(31.0)
+    first, again, other = (recorded(samples, 80) for samples in (clip, clip.copy(), clip[1:]))
+    assert first.window(0).content == again.window(0).content
+    contents = [each.window(at).content for each in (first, other) for at in (0, 3000)]
+    assert len(set(contents)) == 4
+
+
+def test_bytes_are_those_of_samples_and_features() -> None:
+    for samples in (tone(1.0), tone(95.3)):
+        recording = recorded(samples, 80)
+        held = samples.nbytes + recording.features.nbytes
+        assert held <= bytes_of(recording.seconds, 80) <= held + 4 * 81

@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib.util
 import random
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mlx_parallm.media.audio import coded
+from mlx_parallm.media.audio import coded, limits
 from mlx_parallm.media.audio.decode import decode_audio, seconds_of
-from mlx_parallm.media.audio.limits import AudioLimits
+from mlx_parallm.media.audio.limits import AudioForm, AudioLimits
 from mlx_parallm.media.child import process
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 from tests.audio_files import CodedSample, coded_samples
@@ -71,11 +72,25 @@ def flac_of(num_frames: int) -> bytes:
     return FLAC[:18] + (fields | num_frames).to_bytes(8, "big") + FLAC[26:]
 
 
-def test_a_flac_file_need_not_say_how_long_it_is() -> None:
+def test_a_flac_file_need_not_say_how_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(decoded(flac_of(0), 44100), decoded(FLAC, 44100))
     assert seconds_of(flac_of(0), LIMITS) == LIMITS.max_seconds
-    with pytest.raises(InvalidRequestError, match=r"at most 0.05 s"):
-        decode_audio(flac_of(0), AudioLimits(max_seconds=0.05), 44100)
+    for rounding, is_taken in ((0.2, True), (0.0, False)):
+        monkeypatch.setattr(limits, "ROUNDING_S", rounding)
+        if is_taken:
+            decode_audio(flac_of(0), AudioLimits(max_seconds=0.05), 44100)
+            continue
+        with pytest.raises(InvalidRequestError, match=r"at most 0.05 s"):
+            decode_audio(flac_of(0), AudioLimits(max_seconds=0.05), 44100)
+
+
+def test_the_samples_of_all_channels_are_bounded() -> None:
+    # Many channels at a high rate take no longer to hear, but to decode.
+    num_frames = 192_000 * 5
+    form = AudioForm(192_000, 8, num_frames)
+    with pytest.raises(InvalidRequestError, match="7680000 samples in its channels"):
+        LIMITS.check(form)
+    assert LIMITS.most_frames(replace(form, num_frames=None)) < num_frames
 
 
 def test_nothing_is_decoded_behind_the_end_that_a_file_says() -> None:
@@ -168,6 +183,12 @@ def test_a_process_that_ends_ends_its_file_alone(
         decoded(MP3, 48000)
     monkeypatch.undo()
     assert len(decoded(MP3, 48000)) == 4800
+
+
+def test_a_file_that_makes_the_decoder_crash_is_refused() -> None:
+    # The decoder of miniaudio 1.71 is ended by a signal while it reads the codebooks.
+    with pytest.raises(InvalidRequestError, match="truncated or damaged"):
+        decoded(VORBIS[:122] + b"\x7f" + VORBIS[123:], 16000)
 
 
 def test_time_without_end_is_not_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

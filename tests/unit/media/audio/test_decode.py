@@ -90,9 +90,38 @@ def test_a_tone_keeps_its_pitch_and_its_loudness_at_another_rate(rate: int) -> N
     assert np.abs(made - TONE)[edge:-edge].max() < (1e-2 if rate == 44101 else 2e-3)
 
 
-def test_what_the_lower_rate_cannot_have_is_gone() -> None:
-    high = np.sin(2 * np.pi * 12000 * np.arange(48000) / 48000).astype(np.float32)
-    assert np.abs(resampled([high], 48000, RATE, 48000)[400:-400]).max() < 1e-3
+def tone_of(hz: float, rate: int) -> np.ndarray:
+    return np.sin(2 * np.pi * hz * np.arange(rate) / rate).astype(np.float32)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.25, 0.5, 0.85])
+@pytest.mark.parametrize("rate", [8000, 11025, 22050, 44100, 48000])
+def test_what_both_rates_have_stays(rate: int, share: float) -> None:
+    hz = share * min(rate, RATE) / 2
+    made = resampled([tone_of(hz, rate)], rate, RATE, rate)
+    assert np.abs(made - tone_of(hz, RATE))[800:-800].max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("rate", "hz"), [(22050, 8300), (44100, 8300), (44100, 12000), (48000, 8300), (48000, 12000)]
+)
+def test_what_the_lower_rate_cannot_have_is_gone(rate: int, hz: float) -> None:
+    assert np.abs(resampled([tone_of(hz, rate)], rate, RATE, rate)[800:-800]).max() < 1e-4
+
+
+@pytest.mark.parametrize("rate", [8000, 44100, 48000])
+def test_channels_are_averaged_before_the_rate_changes(rate: int) -> None:
+    left = 0.5 * tone_of(440, rate)
+    both = np.stack([left, np.zeros_like(left)], axis=1).reshape(-1)
+    made = decode_audio(
+        wav(coded(both, "<f4"), tag=3, bits=32, channels=2, rate=rate), LIMITS, RATE
+    )
+    assert np.abs(made - 0.25 * tone_of(440, RATE))[400:-400].max() < 1e-4
+
+
+def test_a_sample_is_enough_and_silence_is_read() -> None:
+    assert len(decode_audio(wav(coded(TONE[:1], "<i2")), LIMITS, RATE)) == 1
+    assert not decode_audio(wav(bytes(2 * RATE)), LIMITS, RATE).any()
 
 
 @pytest.mark.parametrize("rate", [8000, 44100, 48000])
@@ -117,7 +146,9 @@ REFUSED = {
     wav(b""): "no samples",
     wav(coded(TONE, "<i2"), size=10 * RATE): "truncated",
     wav(coded(TONE, "<i2"))[: RATE // 2]: "truncated",
+    wav(b"")[:12] + b"junk\0\0\0\0" * 2000 + wav(coded(TONE, "<i2"))[12:]: "truncated or damaged",
     b"\xff\xf1" + b"\0" * 40: "AAC",
+    b"ID3\4\0\0\0\0\0\0" * 200: "no frames",
     wav(coded(TONE, "<i2"))[:44]: "truncated",
     wav(coded(NAN, "<f4"), tag=3, bits=32): "no numbers",
     wav(b"\0" * 64, channels=32): "32 channels",
