@@ -746,6 +746,16 @@ pageTest("images are not offered where no model takes them", async (page) => {
   assert.equal(await page.locator(".thumbnail").count(), 0);
 });
 
+pageTest("audio is not offered where no model hears it", async (page) => {
+  for (const name of ["Audio file", "Record"]) {
+    assert.equal(await page.getByRole("button", { name, exact: true }).isVisible(), false);
+  }
+  const file = { name: "a.wav", mimeType: "audio/wav", buffer: Buffer.from("RIFF") };
+  await page.locator("[data-part=audio-file]").setInputFiles([file]);
+  await page.getByText("No model of this server takes audio.").waitFor();
+  assert.equal(await page.locator("[data-part=clip] audio").count(), 0);
+});
+
 seeingTest("a drawing is answered by the model that takes images, which is chosen for it", async (page) => {
   assert.equal(await setting(page, "Model").inputValue(), "mlx-parallm-demo");
   await page.getByRole("button", { name: "Look at a drawing" }).click();

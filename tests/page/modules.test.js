@@ -12,8 +12,8 @@ const { Answer, Conversation } = await import(at("conversation.js"));
 const { blocksOf } = await import(at("markdown.js"));
 const { niceMax, runsOf } = await import(at("chart.js"));
 const { isSpecial, levelOf, tokenText } = await import(at("logprobs.js"));
-const { amount, percent, seconds } = await import(at("format.js"));
-const { actionsOf, generates, leavesText, sees, stateOf, translates } = await import(at("models.js"));
+const { amount, clock, percent, seconds, statsLine } = await import(at("format.js"));
+const { actionsOf, generates, hears, leavesText, sees, stateOf, translates } = await import(at("models.js"));
 const { hitsOf, lossOf, pointOf, stepRate, stepsText, withCount } = await import(at("sessions.js"));
 const { versionsText } = await import(at("peers.js"));
 const { Api } = await import(at("api.js"));
@@ -21,6 +21,9 @@ const { keepChat, keptChat } = await import(at("kept.js"));
 const { deleteChat, listChats, putChat, renameChat } = await import(at("chats.js"));
 const { pretty } = await import(at("tools.js"));
 const { contentOf, isImage, partsOf } = await import(at("images.js"));
+const { Clip, isAudio } = await import(at("clips.js"));
+const { levelOf: loudnessOf, microphoneProblem } = await import(at("recorder.js"));
+const { monoOf, pcmOf, wavOf } = await import(at("wav.js"));
 
 async function events(...pieces) {
   const stream = new ReadableStream({
@@ -452,12 +455,12 @@ test("a model says whether it reads sources", () => {
 
 test("the last message of the user is the source", () => {
   const conversation = new Conversation();
-  assert.equal(conversation.source, "");
+  assert.deepEqual(conversation.source, { text: "", clip: null });
   conversation.add({ role: "user", content: "one" });
   conversation.add(new Answer(0));
   conversation.add({ role: "user", content: contentOf("two", ["data:a"]) });
   conversation.add(new Answer(0));
-  assert.equal(conversation.source, "two");
+  assert.deepEqual(conversation.source, { text: "two", clip: null });
 });
 
 test("a completion of a source streams as a chat does", async () => {
@@ -487,4 +490,133 @@ test("a completion of a source streams as a chat does", async () => {
 test("only files that the server reads are images", () => {
   assert.ok(isImage({ type: "image/png" }));
   for (const type of ["image/svg+xml", "text/html", ""]) assert.ok(!isImage({ type }));
+});
+
+test("a model says whether it hears", () => {
+  assert.ok(hears({ tasks: ["transcription"] }));
+  for (const model of [{ tasks: ["generate"] }, { tasks: null }]) assert.ok(!hears(model));
+});
+
+test("samples are written as a WAV file of one channel of 16 bits", () => {
+  const parts = [pcmOf(Float32Array.of(0, 1, -1)), pcmOf(Float32Array.of(2, -2, 0.5, -0.25))];
+  const bytes = new DataView(wavOf(parts, 16_000));
+  const text = (start, end) => String.fromCharCode(...new Uint8Array(bytes.buffer.slice(start, end)));
+  assert.deepEqual([text(0, 4), text(8, 16), text(36, 40)], ["RIFF", "WAVEfmt ", "data"]);
+  assert.deepEqual([4, 16, 24, 28, 40].map((at) => bytes.getUint32(at, true)), [50, 16, 16_000, 32_000, 14]);
+  assert.deepEqual([20, 22, 32, 34].map((at) => bytes.getUint16(at, true)), [1, 1, 2, 16]);
+  const samples = [...new Int16Array(bytes.buffer.slice(44))];
+  assert.deepEqual(samples, [0, 32767, -32767, 32767, -32767, 16384, -8192]);
+  assert.equal(wavOf([], 8000).byteLength, 44);
+});
+
+test("channels become one, and its level is that of its peak", () => {
+  const [left, right] = [Float32Array.of(1, 0.5), Float32Array.of(0, -0.5)];
+  assert.deepEqual([...monoOf([left, right])], [0.5, 0]);
+  assert.equal(monoOf([left]), left);
+  assert.equal(loudnessOf(Float32Array.of(0, -1)), 1);
+  assert.ok(Math.abs(loudnessOf(Float32Array.of(0.1, -0.0001)) - 2 / 3) < 1e-6);
+  assert.deepEqual([Float32Array.of(0), Float32Array.of(1e-4), []].map(loudnessOf), [0, 0, 0]);
+});
+
+test("why there is no microphone is told", () => {
+  const problem = (name) => microphoneProblem(new DOMException("no reason", name));
+  assert.match(problem("NotAllowedError"), /denied/);
+  assert.match(problem("NotFoundError"), /There is no microphone/);
+  assert.match(problem("NotReadableError"), /another program/);
+  assert.match(problem("AbortError"), /no reason/);
+});
+
+test("only files that may have sound are recordings", () => {
+  for (const type of ["audio/wav", "audio/webm", "video/mp4"]) assert.ok(isAudio({ type }));
+  for (const type of ["image/png", "video/x-msvideo", ""]) assert.ok(!isAudio({ type }));
+});
+
+test("of a recording its name and length are kept, and a chat is called after it", () => {
+  const clip = new Clip({ name: "a.wav", file: new Blob(["x".repeat(1000)]), seconds: 2.5 });
+  const message = { role: "user", content: "", clip };
+  withStorage(300, () => {
+    putChat("a", { panes: [{ settings: {}, turns: [message] }] }, 1);
+    const [kept] = listChats();
+    assert.equal(kept.name, "a.wav");
+    assert.deepEqual(kept.chat.panes[0].turns, [{ role: "user", content: "", clip: { name: "a.wav", seconds: 2.5 } }]);
+  });
+});
+
+test("a chat reads what was heard, and of the recording its name", () => {
+  const conversation = new Conversation();
+  const clip = new Clip({ name: "a.wav", file: null });
+  const answer = new Answer(0);
+  answer.content = "Hello there.";
+  for (const turn of [{ role: "user", content: "Oslo", clip }, answer, { role: "user", content: "Shorter?" }]) {
+    conversation.add(turn);
+  }
+  const contents = conversation.messages("").map(({ role, content }) => [role, content]);
+  assert.deepEqual(contents, [["user", "[a.wav] Oslo"], ["assistant", "Hello there."], ["user", "Shorter?"]]);
+  assert.ok(conversation.messages("").every((message) => !("clip" in message)));
+});
+
+/** An answer of a server to a recording, and what it was sent: `[url, fields]`. */
+async function heard(body, fields, type) {
+  const browserFetch = globalThis.fetch;
+  const sent = [];
+  globalThis.fetch = async (url, options) => {
+    sent.push(String(url), Object.fromEntries(options.body), options.headers);
+    return new Response(body, { headers: { "content-type": type } });
+  };
+  const answer = new Answer(0);
+  try {
+    const chunks = new Api("http://here/x/").transcribe(fields, new File(["abc"], "a.wav"));
+    for await (const chunk of chunks) answer.add(chunk, 1);
+  } finally {
+    globalThis.fetch = browserFetch;
+  }
+  return { answer, sent };
+}
+
+const streamOf = (...events) => events.map((event) => `data: ${JSON.stringify(event)}\n\n`).join("");
+const EVENTS = "text/event-stream; charset=utf-8";
+
+test("what is said streams as a chat does", async () => {
+  const body = streamOf(
+    { type: "transcript.text.delta", delta: "Hello", logprobs: [{ token: "Hello", logprob: -1, bytes: [72] }] },
+    { type: "transcript.text.delta", delta: " there.", logprobs: [{ token: " there.", logprob: -2 }] },
+    {
+      type: "transcript.text.done",
+      text: "Hello there.",
+      logprobs: [{}, {}],
+      usage: { type: "tokens", input_tokens: 1500, output_tokens: 3, total_tokens: 1503 },
+    },
+  );
+  const { answer, sent } = await heard(body, { model: "ear", translate: false, stream: true }, EVENTS);
+  assert.deepEqual([answer.content, answer.finishReason, answer.firstMs], ["Hello there.", "stop", 1]);
+  assert.deepEqual(answer.usage, { prompt_tokens: 1500, completion_tokens: 3 });
+  assert.deepEqual(answer.tokens.map(({ token }) => token), ["Hello", " there."]);
+  const [url, { file, ...fields }, headers] = sent;
+  assert.equal(url, "http://here/x/v1/audio/transcriptions");
+  assert.deepEqual([fields, file.name, await file.text()], [{ model: "ear", stream: "true" }, "a.wav", "abc"]);
+  // The browser writes the type, which has the form's boundary.
+  assert.deepEqual(headers, {});
+});
+
+test("segments with times are lines, and silence is told", async () => {
+  const segments = [{ start: 0, end: 4.96, text: " Hello" }, { start: 65, end: 3670, text: " there." }];
+  const timed = { text: "Hello there.", segments, usage: { type: "duration", seconds: 12 } };
+  const { answer, sent } = await heard(JSON.stringify(timed), { model: "ear", translate: true }, "application/json");
+  assert.equal(answer.content, "0:00.0 – 0:05.0  Hello\n1:05.0 – 1:01:10.0  there.");
+  assert.equal(sent[0], "http://here/x/v1/audio/translations");
+  const silence = await heard(streamOf({ type: "transcript.text.done", text: " " }), {}, EVENTS);
+  assert.deepEqual([silence.answer.content, silence.answer.finishReason], ["", "silence"]);
+});
+
+test("a stream of a recording that breaks off, or has an error, fails", async () => {
+  const delta = { type: "transcript.text.delta", delta: "a" };
+  await assert.rejects(heard(streamOf(delta), {}, EVENTS), /ended too early/);
+  await assert.rejects(heard(streamOf(delta, { error: { message: "no slot" } }), {}, EVENTS), /no slot/);
+});
+
+test("how fast a recording was heard is part of its numbers", () => {
+  const answer = new Answer(0);
+  Object.assign(answer, { heardS: 30, endedMs: 1500 });
+  assert.equal(statsLine(answer.stats()), "1.50 s total · 30.00 s heard, 20 × real time");
+  assert.deepEqual([0, 59.9, 61, 3723.4].map(clock), ["0:00", "0:59", "1:01", "1:02:03"]);
 });

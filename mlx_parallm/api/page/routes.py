@@ -37,6 +37,8 @@ POLICY = {
     "style-src": "'self'",
     # The playground shows images that people choose, as data: URLs.
     "img-src": "'self' data:",
+    # It plays the recordings that they choose or make.
+    "media-src": "blob:",
     "connect-src": "'self'",
     "require-trusted-types-for": "'script'",
     "trusted-types": "'none'",

@@ -1,5 +1,6 @@
 // The server's API: requests with the key, and its errors.
 
+import { clock } from "./format.js";
 import { readEvents } from "./sse.js";
 
 const KEY = "mlx-parallm-api-key";
@@ -94,16 +95,27 @@ export class Api {
     }
   }
 
+  /**
+   * The chunks of what is said in a recording, in the form of a chat's. `translate` asks for
+   * English; every other field goes to the server as it is.
+   */
+  async *transcribe({ translate, ...fields }, file, signal) {
+    const body = new FormData();
+    for (const [name, value] of Object.entries(fields)) body.append(name, value);
+    body.append("file", file);
+    const path = `v1/audio/${translate ? "translations" : "transcriptions"}`;
+    const response = await this.#fetch(path, { method: "POST", body, signal });
+    const isStreamed = response.headers.get("content-type").startsWith("text/event-stream");
+    if (!isStreamed) return yield spokenChunk(await response.json());
+    for await (const event of eventsOf(response)) {
+      yield spokenChunk(event);
+      if (event.type === "transcript.text.done") return;
+    }
+  }
+
   async *#chunks(path, body, signal) {
     const streamed = { ...body, stream: true, stream_options: { include_usage: true } };
-    const response = await this.#post(path, streamed, signal);
-    for await (const data of readEvents(response.body)) {
-      if (data === "[DONE]") return;
-      const chunk = JSON.parse(data);
-      if (chunk.error) throw new ApiError(chunk.error.message, 200, chunk.error.param);
-      yield chunk;
-    }
-    throw new ApiError("The stream ended too early.", 200);
+    yield* eventsOf(await this.#post(path, streamed, signal));
   }
 
   #post(path, body, signal) {
@@ -120,6 +132,41 @@ export class Api {
     if (response.status === 401 && !isPolled) this.onUnauthorized();
     throw await errorOf(response);
   }
+}
+
+/** The events of a stream, which has to come to its end. */
+async function* eventsOf(response) {
+  for await (const data of readEvents(response.body)) {
+    if (data === "[DONE]") return;
+    const event = JSON.parse(data);
+    if (event.error) throw new ApiError(event.error.message, 200, event.error.param);
+    yield event;
+  }
+  throw new ApiError("The stream ended too early.", 200);
+}
+
+/** An event of a transcription, or a whole one, as a chunk of a chat. */
+function spokenChunk({ type, delta, text, segments, logprobs, usage }) {
+  const content = logprobs && { content: logprobs };
+  if (type === "transcript.text.delta") return { choices: [{ delta: { content: delta }, logprobs: content }] };
+  const finish_reason = text.trim() ? "stop" : "silence";
+  // The text of a stream has come in its deltas.
+  const said = type ? "" : (segments?.map(timedText).join("\n") ?? text);
+  // A server may count seconds alone.
+  const isCounted = usage?.input_tokens !== undefined;
+  return {
+    choices: [{ delta: { content: said }, finish_reason }],
+    usage: isCounted ? { prompt_tokens: usage.input_tokens, completion_tokens: usage.output_tokens } : null,
+  };
+}
+
+function timedText({ start, end, text }) {
+  return `${tenth(start)} – ${tenth(end)}  ${text.trim()}`;
+}
+
+function tenth(value) {
+  const tenths = Math.round(value * 10);
+  return `${clock(tenths / 10)}.${tenths % 10}`;
 }
 
 function storedKey() {

@@ -6,7 +6,7 @@ import { part, setText } from "./dom.js";
 import { amount } from "./format.js";
 import { TokenCard } from "./logprobs.js";
 import { rate } from "./metrics.js";
-import { generates, ModelTable, offerModels, showEngines } from "./models.js";
+import { generates, hears, ModelTable, offerModels, showEngines } from "./models.js";
 import { showPeers } from "./peers.js";
 import { Playground } from "./playground.js";
 import { Polling } from "./polling.js";
@@ -151,7 +151,7 @@ class App {
 
   #offer(models) {
     this.models = models;
-    this.playground.offer(models.filter(generates));
+    this.playground.offer(models.filter((model) => generates(model) || hears(model)));
   }
 
   #onReading(now, before, error) {

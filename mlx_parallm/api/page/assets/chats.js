@@ -38,11 +38,12 @@ export function deleteChat(id) {
   write(without(listChats(), id));
 }
 
-/** The first words that were said in a chat. */
+/** The first words that were said in a chat, or the name of its first recording. */
 export function nameOf(chat) {
   const said = chat.panes.flatMap(({ turns }) => turns).filter((turn) => turn.role === "user");
   const texts = said.map(({ content }) => partsOf(content).text.trim().replace(/\s+/g, " "));
-  return texts.find(Boolean)?.slice(0, NAME_CHARS) ?? "Images";
+  const clips = said.map(({ clip }) => clip?.name);
+  return [...texts, ...clips].find(Boolean)?.slice(0, NAME_CHARS) ?? "Images";
 }
 
 function without(chats, id) {

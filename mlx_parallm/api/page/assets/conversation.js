@@ -14,6 +14,8 @@ export class Answer {
     this.error = null;
     this.isStopped = false;
     this.model = "";
+    // heardS: seconds of the recording that is answered; null for a chat.
+    this.heardS = null;
     this.startedMs = startedMs;
     this.firstMs = null;
     this.endedMs = null;
@@ -76,6 +78,7 @@ export class Answer {
       promptTokens: this.usage?.prompt_tokens ?? null,
       cachedTokens: this.usage?.prompt_tokens_details?.cached_tokens ?? null,
       tokens,
+      heardS: this.heardS,
       tokensPerS: tokens !== null && totalS > 0 ? tokens / totalS : null,
     };
   }
@@ -116,18 +119,25 @@ export class Conversation {
     return this.turns.at(-1) ?? null;
   }
 
-  /** The text of the last message of the user. */
+  /** The text and the recording of the last message of the user. */
   get source() {
     const said = this.turns.filter((turn) => !(turn instanceof Answer) && turn.role === "user");
-    return partsOf(said.at(-1)?.content ?? "").text;
+    const { content = "", clip = null } = said.at(-1) ?? {};
+    return { text: partsOf(content).text, clip };
   }
 
   /** The messages of a request. Answers that failed before their first word are left out. */
   messages(system) {
     const said = this.turns.filter((turn) => !(turn instanceof Answer) || isAnswered(turn));
-    const messages = said.map((turn) => (turn instanceof Answer ? turn.message() : turn));
+    const messages = said.map((turn) => (turn instanceof Answer ? turn.message() : named(turn)));
     return system ? [{ role: "system", content: system }, ...messages] : messages;
   }
+}
+
+/** A message with the name of its recording: chats take no sound, but read what was said in it. */
+function named({ clip, ...message }) {
+  if (!clip) return message;
+  return { ...message, content: `[${clip.name}] ${message.content}`.trim() };
 }
 
 function isAnswered(answer) {

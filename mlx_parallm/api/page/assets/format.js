@@ -7,6 +7,13 @@ export function seconds(value) {
   return value < 60 ? `${value.toFixed(2)} s` : `${Math.round(value)} s`;
 }
 
+/** A place in a recording: minutes and seconds, and hours if there are any. */
+export function clock(value) {
+  const [hours, minutes, rest] = [value / 3600, (value / 60) % 60, value % 60].map(Math.floor);
+  const two = (number) => String(number).padStart(2, "0");
+  return hours > 0 ? `${hours}:${two(minutes)}:${two(rest)}` : `${minutes}:${two(rest)}`;
+}
+
 export function amount(value) {
   if (value === null) return "–";
   if (value >= 9_999_500) return `${(value / 1e6).toFixed(0)}M`;
@@ -42,5 +49,12 @@ export function statsLine(stats) {
     const cached = stats.cachedTokens ? `, ${stats.cachedTokens} cached` : "";
     parts.push(`prompt ${stats.promptTokens}${cached}`);
   }
+  if (stats.heardS !== null) parts.push(heardText(stats));
   return parts.join(" · ");
+}
+
+/** How long a recording is, and how many seconds of it were heard in one. */
+function heardText({ heardS, totalS }) {
+  const speed = totalS > 0 ? `, ${amount(heardS / totalS)} × real time` : "";
+  return `${seconds(heardS)} heard${speed}`;
 }

@@ -1,4 +1,4 @@
-// Images that go with the next message: chosen with a button, dropped or pasted.
+// Images that go with the next message.
 
 import { el, part } from "./dom.js";
 
@@ -59,35 +59,8 @@ export class Images {
       this.add([...this.input.files]);
       this.input.value = "";
     });
-    const composer = part(root, "composer");
-    composer.append(this.input);
+    part(root, "composer").append(this.input);
     part(root, "add-image").addEventListener("click", () => this.input.click());
-    this.#takeDrops(root, composer);
-    part(root, "prompt").addEventListener("paste", (event) => this.#take(event, event.clipboardData));
-  }
-
-  #takeDrops(root, composer) {
-    const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
-    root.addEventListener("dragover", (event) => {
-      if (!hasFiles(event)) return;
-      event.preventDefault();
-      composer.classList.add("dropping");
-    });
-    root.addEventListener("dragleave", (event) => {
-      if (!root.contains(event.relatedTarget)) composer.classList.remove("dropping");
-    });
-    root.addEventListener("drop", (event) => {
-      composer.classList.remove("dropping");
-      if (hasFiles(event)) this.#take(event, event.dataTransfer);
-    });
-  }
-
-  /** Take the files of a drop or a paste; texts are left to the browser. */
-  #take(event, transfer) {
-    const files = [...(transfer?.files ?? [])];
-    if (files.length === 0) return;
-    event.preventDefault();
-    this.add(files);
   }
 
   /** Add the files that are images, in order. */

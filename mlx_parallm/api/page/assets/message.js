@@ -1,5 +1,6 @@
 // How the turns of a chat look.
 
+import { clipView } from "./clips.js";
 import { copyText, el, setText } from "./dom.js";
 import { statsLine } from "./format.js";
 import { TokensView } from "./logprobs.js";
@@ -11,14 +12,15 @@ const ENDS = {
   length: "Cut off: the limit of tokens is reached.",
   content_filter: "Cut off by a filter.",
   abort: "Aborted by the server.",
+  silence: "No speech was heard.",
 };
 
 /** A message of the user. */
-export function userView(content) {
+export function userView({ content, clip }) {
   const { text, urls } = partsOf(content);
   const images = urls.length > 0 ? el("div", { class: "images" }, ...urls.map(imageView)) : null;
   const words = text ? el("p", {}, text) : null;
-  return el("article", { class: "turn user" }, el("h3", {}, "You"), images, words);
+  return el("article", { class: "turn user" }, el("h3", {}, "You"), clip ? clipView(clip) : null, images, words);
 }
 
 /** An answer, shown while it streams. */

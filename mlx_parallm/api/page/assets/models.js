@@ -69,6 +69,11 @@ export function translates(model) {
   return model.tasks?.includes("text2text-generation") ?? false;
 }
 
+/** Whether a model of /v1/models writes down what is said in a recording. */
+export function hears(model) {
+  return model.tasks?.includes("transcription") ?? false;
+}
+
 /** The table of models, which follows them for as long as it is seen. */
 export class ModelTable {
   /**

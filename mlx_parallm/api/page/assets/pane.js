@@ -1,5 +1,6 @@
 // One chat with one model and its settings; two of them side by side make a comparison.
 
+import { releaseClips } from "./clips.js";
 import { Answer, Conversation } from "./conversation.js";
 import { part, setText } from "./dom.js";
 import { amount, seconds } from "./format.js";
@@ -59,26 +60,28 @@ export class Pane {
     this.root.classList.toggle("with-tokens", this.settings.wantsTokens);
   }
 
-  /** Say something and stream the answer. Throws SettingsError. */
-  send(content) {
+  /** Say something, or send a recording, and stream the answer. Throws SettingsError. */
+  send(message) {
     this.settings.body();
     this.views.at(-1)?.tools?.take();
-    this.#say({ role: "user", content });
+    this.#say({ role: "user", ...message });
     this.answer();
   }
 
   /** Stream an answer to what was said. */
   async answer() {
-    const body = { ...this.settings.body(), ...this.#said() };
+    const body = this.settings.body();
     const answer = new Answer(performance.now());
     answer.model = body.model;
+    if (this.settings.takesAudio) answer.heardS = this.conversation.source.clip?.seconds ?? null;
+    // What is said before the answer is shown, which is then part of it.
+    const chunks = this.#chunks(body);
     const view = this.#show(answer);
     const stop = new AbortController();
     this.running = stop;
     this.onChange();
     try {
-      const chunks = "prompt" in body ? this.api.complete(body, stop.signal) : this.api.chat(body, stop.signal);
-      for await (const chunk of chunks) {
+      for await (const chunk of chunks(stop.signal)) {
         answer.add(chunk, performance.now());
         this.#draw(view);
       }
@@ -128,7 +131,7 @@ export class Pane {
 
   #say(message) {
     this.conversation.add(message);
-    this.#append({ root: userView(message.content), turn: message });
+    this.#append({ root: userView(message), turn: message });
   }
 
   stop() {
@@ -145,10 +148,19 @@ export class Pane {
     this.onChange();
   }
 
-  /** The conversation, or the last message as a source. */
-  #said() {
-    if (!this.settings.takesSource) return { messages: this.conversation.messages(this.settings.system) };
-    return { prompt: this.conversation.source };
+  /** What asks the server: with the conversation, or the last message as a source or a recording. */
+  #chunks(body) {
+    const { settings, conversation } = this;
+    const { text, clip } = conversation.source;
+    if (settings.takesAudio) return (signal) => this.#heard({ ...body, ...(text ? { prompt: text } : {}) }, clip, signal);
+    if (settings.takesSource) return (signal) => this.api.complete({ ...body, prompt: text }, signal);
+    const messages = conversation.messages(settings.system);
+    return (signal) => this.api.chat({ ...body, messages }, signal);
+  }
+
+  #heard(body, clip, signal) {
+    if (!clip?.file) throw new Error("The recording of this message is not kept: choose it again.");
+    return this.api.transcribe(body, clip.file, signal);
   }
 
   #show(answer) {
@@ -181,7 +193,10 @@ export class Pane {
   }
 
   #cutFrom(place) {
-    for (const view of this.views.splice(place)) view.root.remove();
+    for (const { root } of this.views.splice(place)) {
+      releaseClips(root);
+      root.remove();
+    }
   }
 
   #append(view) {

@@ -5,7 +5,9 @@ import { ChatList } from "./chat_list.js";
 import { deleteChat, putChat } from "./chats.js";
 import { keepChat, keptChat } from "./kept.js";
 import { EXAMPLES } from "./examples.js";
-import { sees, translates } from "./models.js";
+import { Clips, isAudio } from "./clips.js";
+import { takeFiles } from "./files.js";
+import { hears, sees } from "./models.js";
 import { Pane } from "./pane.js";
 import { contentOf, drawing, Images } from "./images.js";
 import { SettingsError } from "./settings.js";
@@ -14,6 +16,12 @@ import { SettingsError } from "./settings.js";
 // Less than this share apart is not told apart.
 const LEAST_DIFFERENCE = 0.05;
 const COMPOSING = 229;
+// FIELDS: what the field is called, and its hint, by what the models read.
+const FIELDS = {
+  chat: ["Message", "Say something to the model"],
+  source: ["Source", "A source to translate or to summarise"],
+  audio: ["Prompt", "Names and words that are said (optional)"],
+};
 const LESS_IS_BETTER = { first: "firstS", total: "totalS" };
 const MORE_IS_BETTER = { speed: "tokensPerS" };
 
@@ -30,9 +38,12 @@ export class Playground {
     this.examples = part(root, "examples");
     this.compareButton = part(root, "compare");
     this.imageButton = part(root, "add-image");
-    this.seeing = new Set();
+    this.audioButtons = ["add-audio", "record"].map((name) => part(root, name));
+    this.models = [];
     const onProblem = (text) => (this.problem.textContent = text);
-    this.images = new Images({ root, onProblem, onAdd: () => this.#chooseSeeing() });
+    const choose = (kind, what) => () => this.#choose(kind, what);
+    this.images = new Images({ root, onProblem, onAdd: choose(sees, "images") });
+    this.clips = new Clips({ root, onProblem, onAdd: choose(hears, "audio"), onChange: () => this.#onClip() });
     const onChange = (error) => {
       this.#onChange(error);
       this.#remember();
@@ -63,6 +74,11 @@ export class Playground {
       event.preventDefault();
       this.#send();
     });
+    takeFiles({ root: this.root, composer: part(this.root, "composer"), field: this.field }, (files) => {
+      const audio = files.filter(isAudio);
+      if (audio.length > 0) this.clips.add(audio);
+      else this.images.add(files);
+    });
     this.field.addEventListener("keydown", (event) => {
       // Enter may also end a word that is being composed (Chinese, Japanese, Korean); Safari tells
       // that by the key code only.
@@ -87,7 +103,6 @@ export class Playground {
       return el("button", { ...attributes, "data-drawing": example.isDrawn ?? null }, example.name);
     });
     this.examples.append(...buttons);
-    this.#showSeeing();
   }
 
   get hasFocus() {
@@ -160,52 +175,61 @@ export class Playground {
   /** Offer models; a second pane begins with the second model, if there is one. */
   offer(models) {
     const ids = models.map((model) => model.id);
-    this.seeing = new Set(models.filter(sees).map((model) => model.id));
-    this.#showSeeing();
-    const sources = new Set(models.filter(translates).map((model) => model.id));
+    this.models = models;
     this.all.forEach((pane, i) => {
-      pane.settings.offer(ids, ids[Math.min(i, ids.length - 1)], sources);
+      pane.settings.offer(models, ids[Math.min(i, ids.length - 1)]);
       pane.showSettings();
     });
     this.#showField();
   }
 
-  /** Call the field a source where a message would be one. */
+  /** Call the field what it is to the models, and offer what some model takes. */
   #showField() {
-    const isSource = this.panes.every((pane) => pane.settings.takesSource);
-    this.field.placeholder = isSource ? "A source to translate or to summarise" : "Say something to the model";
-    this.field.setAttribute("aria-label", isSource ? "Source" : "Message");
-  }
-
-  /** Offer what needs a model that takes images only where there is one. */
-  #showSeeing() {
-    const isBlind = this.seeing.size === 0;
+    const every = (kind) => this.panes.every((pane) => pane.settings[kind]);
+    const isAudio = every("takesAudio");
+    const [label, hint] = FIELDS[isAudio ? "audio" : every("takesSource") ? "source" : "chat"];
+    this.field.placeholder = hint;
+    this.field.setAttribute("aria-label", label);
+    const isBlind = isAudio || !this.models.some(sees);
     const drawn = this.examples.querySelectorAll("[data-drawing]");
     for (const button of [this.imageButton, ...drawn]) button.hidden = isBlind;
+    for (const button of this.audioButtons) button.hidden = !this.models.some(hears);
+    this.examples.hidden = isAudio || this.panes.some((pane) => !pane.isEmpty);
   }
 
-  /** Choose a model that takes images in every pane; false if there is none. */
-  #chooseSeeing() {
-    const [first] = this.seeing;
-    if (first === undefined) {
-      this.problem.textContent = "No model of this server takes images.";
+  /** Choose a model of a kind in every pane; false if there is none. */
+  #choose(kind, what) {
+    const first = this.models.find(kind);
+    if (!first) {
+      this.problem.textContent = `No model of this server takes ${what}.`;
       return false;
     }
     for (const pane of this.panes) {
-      if (this.seeing.has(pane.settings.model)) continue;
-      pane.settings.set({ model: first });
+      if (pane.settings.takes(kind)) continue;
+      pane.settings.set({ model: first.id });
       pane.showSettings();
     }
+    if (!hears(first)) this.clips.set(null);
+    this.#showField();
     return true;
+  }
+
+  #onClip() {
+    // No model takes both.
+    if (this.clips.clip) this.images.set([]);
+    // The button that was pressed may be gone; a field would bring up the keyboard of a phone.
+    if (document.activeElement?.offsetParent !== null) return;
+    const { isRecording, clip, finishButton, recordButton } = this.clips;
+    (isRecording ? finishButton : clip ? this.sendButton : recordButton).focus();
   }
 
   /** Write an example into the field; the model before a drawing's comes back for another one. */
   #take({ prompt, settings, isDrawn }) {
-    const [seeing] = this.seeing;
+    const seeing = this.models.find(sees);
     for (const pane of this.panes) {
       pane.settings.undo();
-      const isBlind = isDrawn && !this.seeing.has(pane.settings.model);
-      pane.settings.try({ ...settings, ...(isBlind ? { model: seeing } : {}) });
+      const isBlind = isDrawn && !pane.settings.takes(sees);
+      pane.settings.try({ ...settings, ...(isBlind ? { model: seeing.id } : {}) });
       pane.showSettings();
     }
     this.#write(prompt, isDrawn ? [drawing()] : []);
@@ -216,6 +240,7 @@ export class Playground {
   #write(text, images) {
     this.field.value = text;
     this.images.set(images);
+    this.clips.set(null);
   }
 
   #compare(isOn) {
@@ -237,17 +262,20 @@ export class Playground {
   }
 
   #send() {
+    if (this.#isBusy()) return;
+    if (this.clips.isRecording) this.clips.finish();
     const text = this.field.value.trim();
     const { urls } = this.images;
-    if ((!text && urls.length === 0) || this.#isBusy()) return;
+    const { clip } = this.clips;
+    if (!text && urls.length === 0 && !clip) return;
     try {
       for (const pane of this.panes) {
         pane.settings.body();
-        if (urls.length > 0) pane.settings.checkSees(this.seeing);
+        pane.settings.checkTakes({ images: urls, clip });
       }
-      for (const pane of this.panes) pane.send(contentOf(text, urls));
-      this.field.value = "";
-      this.images.set([]);
+      const message = { content: contentOf(text, urls), ...(clip ? { clip } : {}) };
+      for (const pane of this.panes) pane.send(message);
+      this.#write("", []);
     } catch (error) {
       this.#onChange(error);
     }
@@ -271,7 +299,7 @@ export class Playground {
     this.stopButton.hidden = !isBusy;
     // A button that is hidden loses the focus to nothing.
     if (hadFocus) (isBusy ? this.stopButton : this.sendButton).focus();
-    this.examples.hidden = this.panes.some((pane) => !pane.isEmpty);
+    this.#showField();
     this.#markBest();
   }
 

@@ -1,5 +1,7 @@
 // The fields of a pane as the fields of a request.
 
+import { hears, sees, translates } from "./models.js";
+
 /** A field holds something that cannot be sent. */
 export class SettingsError extends Error {
   constructor(field, message) {
@@ -10,9 +12,18 @@ export class SettingsError extends Error {
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const ALTERNATIVES = 5;
-// Fields of encoder-decoders, and fields of chats alone.
 const SIDES = ["src_lang", "tgt_lang", "decoder_prompt"];
-const CHAT = ["system", "thinking", "format", "tools", "logprobs"];
+// FIELDS: what each kind of model has; SHOWN_IF: those of them that depend on other fields.
+const FIELDS = {
+  chat: [...NUMBERS, "system", "thinking", "format", "schema", "tools", "tool_choice", "logprobs"],
+  source: [...NUMBERS, ...SIDES],
+  audio: ["language", "translate", "times", "logprobs"],
+};
+const SHOWN_IF = {
+  schema: ({ fields }) => fields.format.value === "json_schema",
+  tool_choice: ({ fields }) => fields.tools.value.trim() !== "",
+  logprobs: ({ isTimed }) => !isTimed,
+};
 
 export class Settings {
   constructor(form) {
@@ -20,7 +31,7 @@ export class Settings {
     this.fields = form.elements;
     // What an example has set: names, values before and values tried.
     this.tried = [];
-    this.sources = new Set();
+    this.models = [];
     form.addEventListener("submit", (event) => event.preventDefault());
     form.addEventListener("input", (event) => event.target.setCustomValidity?.(""));
     form.addEventListener("change", () => this.#showFields());
@@ -33,15 +44,25 @@ export class Settings {
 
   /** The model and what differs from the defaults, in few words. */
   get summary() {
+    return [this.model, ...(this.takesAudio ? this.#audioParts() : this.#chatParts())].join(" · ");
+  }
+
+  #audioParts() {
+    const { language, translate } = this.fields;
+    const parts = [language.value.trim(), translate.checked && "to English", this.isTimed && "times"];
+    return parts.filter(Boolean);
+  }
+
+  #chatParts() {
     const { temperature, top_p: topP, seed, thinking, format, tools } = this.fields;
-    const parts = [this.model];
+    const parts = [];
     if (temperature.value !== "") parts.push(`temperature ${temperature.value}`);
     if (topP.value !== "") parts.push(`top p ${topP.value}`);
     if (seed.value !== "") parts.push(`seed ${seed.value}`);
     if (thinking.value) parts.push(`thinking ${thinking.value}`);
     if (format.value !== "text") parts.push(format.selectedOptions[0].textContent);
     if (tools.value.trim()) parts.push("tools");
-    return parts.join(" · ");
+    return parts;
   }
 
   /** Every field by its name. */
@@ -57,18 +78,34 @@ export class Settings {
   }
 
   get wantsTokens() {
-    return this.fields.logprobs.checked && !this.takesSource;
+    return this.fields.logprobs.checked && !this.takesSource && !this.isTimed;
   }
 
   /** Whether the model reads a source instead of a chat. */
   get takesSource() {
-    return this.sources.has(this.model);
+    return this.takes(translates);
   }
 
-  /** Offer models, keeping the one that is chosen if it is still there; `sources` read sources. */
-  offer(ids, preferred, sources = new Set()) {
+  /** Whether the model hears recordings instead of a chat. */
+  get takesAudio() {
+    return this.takes(hears);
+  }
+
+  /** Whether the answer has the times of segments, all at the end, and no probabilities. */
+  get isTimed() {
+    return this.takesAudio && this.fields.times.checked;
+  }
+
+  /** Whether the model is of a kind: `sees`, `hears` or another function of models.js. */
+  takes(kind) {
+    return this.models.some((model) => model.id === this.model && kind(model));
+  }
+
+  /** Offer models of /v1/models, keeping the one that is chosen if it is still there. */
+  offer(models, preferred) {
     const { model } = this.fields;
-    this.sources = sources;
+    this.models = models;
+    const ids = models.map(({ id }) => id);
     const chosen = this.model || this.wantedModel || preferred;
     model.replaceChildren(...ids.map((id) => new Option(id, id)));
     model.value = ids.includes(chosen) ? chosen : (ids[0] ?? "");
@@ -76,10 +113,13 @@ export class Settings {
     this.#showFields();
   }
 
-  /** Throws SettingsError, and marks the field, unless the model is one of those that take images. */
-  checkSees(seeing) {
-    if (seeing.has(this.model)) return;
-    throw this.#bad(this.fields.model, `${this.model} does not take images.`);
+  /** Throws SettingsError, and marks the field, unless the model takes what goes with a message. */
+  checkTakes({ images, clip }) {
+    let fault = null;
+    if (this.takesAudio && !clip) fault = "needs an audio file or a recording";
+    else if (clip && !this.takesAudio) fault = "does not take audio";
+    else if (images.length > 0 && !this.takes(sees)) fault = "does not take images";
+    if (fault) throw this.#bad(this.fields.model, `${this.model} ${fault}.`);
   }
 
   /**
@@ -88,6 +128,7 @@ export class Settings {
    */
   body() {
     for (const field of this.fields) if (!field.checkValidity()) throw this.#bad(field);
+    if (this.takesAudio) return this.#audio();
     const body = { model: this.model, n: 1 };
     for (const name of NUMBERS) {
       const { value } = this.fields[name];
@@ -146,6 +187,15 @@ export class Settings {
     return Object.fromEntries(values.filter(([, value]) => value !== ""));
   }
 
+  /** What belongs to a recording. */
+  #audio() {
+    const { language, translate } = this.fields;
+    const body = { model: this.model, translate: translate.checked };
+    if (language.value.trim()) body.language = language.value.trim();
+    if (this.isTimed) return { ...body, response_format: "verbose_json" };
+    return { ...body, stream: true, ...(this.wantsTokens ? { "include[]": "logprobs" } : {}) };
+  }
+
   #format() {
     const type = this.fields.format.value;
     if (type === "text") return {};
@@ -180,11 +230,11 @@ export class Settings {
   }
 
   #showFields() {
-    const fields = this.fields;
-    for (const name of CHAT) fields[name].closest("label").hidden = this.takesSource;
-    for (const name of SIDES) fields[name].closest("label").hidden = !this.takesSource;
-    fields.schema.closest("label").hidden = this.takesSource || fields.format.value !== "json_schema";
-    fields.tool_choice.closest("label").hidden = this.takesSource || !fields.tools.value.trim();
+    const shown = FIELDS[this.takesAudio ? "audio" : this.takesSource ? "source" : "chat"];
+    for (const name of Object.values(FIELDS).flat()) {
+      const isShown = shown.includes(name) && (SHOWN_IF[name]?.(this) ?? true);
+      this.fields[name].closest("label").hidden = !isShown;
+    }
   }
 }
 

@@ -22,8 +22,8 @@ FOLDER = ROOT / "mlx_parallm" / "api" / "page" / "assets"
 NAMES = sorted(file.name for file in FOLDER.iterdir())
 PARTS = [name for name in NAMES if name != "index.html"]
 TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# A quoted path of a module, a link of the page, or a path that is fetched.
-LINKS = re.compile(r"""(?:src|href|from) ?=? ?"([^"#]+)\"""")
+# A quoted path of a module or a worklet, a link of the page, or a path that is fetched.
+LINKS = re.compile(r"""(?:src|href|from|addModule\(new URL\() ?=? ?"([^"#\n]+)\"""")
 
 
 def client_of(root_path: str = "", **config: object) -> httpx2.AsyncClient:
@@ -60,6 +60,8 @@ async def test_the_policy_allows_this_server_only_and_no_inline_script() -> None
     for kind in ("script-src", "style-src", "connect-src"):
         assert rules[kind] == "'self'"
     assert rules["img-src"] == "'self' data:"
+    # Blobs are recordings of this page; scripts and audio worklets are files of this server.
+    assert rules["media-src"] == "blob:"
     assert rules["require-trusted-types-for"] == "'script'"
     assert rules["frame-ancestors"] == "'none'"
 
