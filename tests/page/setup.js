@@ -49,10 +49,10 @@ function freePort() {
   });
 }
 
-/** Chromium of CHROMIUM or of the path. */
-export async function startBrowser() {
+/** Chromium of CHROMIUM or of the path, with flags. */
+export async function startBrowser(...flags) {
   // Chromium's own sandbox does not run as root.
-  const args = process.getuid?.() === 0 ? ["--no-sandbox"] : [];
+  const args = process.getuid?.() === 0 ? [...flags, "--no-sandbox"] : flags;
   return chromium.launch({ executablePath: findChromium(), args });
 }
 
