@@ -73,7 +73,9 @@ def decode_audio(data: bytes, limits: AudioLimits, rate: int) -> np.ndarray:
 def seconds_of(data: bytes, limits: AudioLimits) -> float:
     """Return how long a file lasts at most, by what it says; raise as ``decode_audio`` does."""
     form = _opened(data, limits).form
-    return limits.max_seconds if form.num_frames is None else form.num_frames / form.rate
+    if form.num_frames is None:
+        return limits.max_seconds
+    return min(limits.max_seconds, form.num_frames / form.rate)
 
 
 def _checked(file: AudioFile, most: int, limits: AudioLimits) -> Iterator[np.ndarray]:

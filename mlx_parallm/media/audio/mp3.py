@@ -88,7 +88,9 @@ def read_mp3(
     frames = _frames(data, start)
     first = next(frames, None)
     if first is None:
-        raise InvalidRequestError("The MP3 file is truncated or damaged: it has no frames.")
+        raise InvalidRequestError(
+            "The MP3 file is truncated or damaged: it has no frames of layer III."
+        )
     form = AudioForm(first.rate, first.num_channels, None)
     most = limits.most_frames(form) // first.num_samples + 2
     # Where frames are without a gap.

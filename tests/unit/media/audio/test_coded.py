@@ -79,6 +79,7 @@ def test_a_flac_file_need_not_say_how_long_it_is(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(limits, "ROUNDING_S", rounding)
         if is_taken:
             decode_audio(flac_of(0), AudioLimits(max_seconds=0.05), 44100)
+            assert seconds_of(FLAC, AudioLimits(max_seconds=0.05)) == 0.05
             continue
         with pytest.raises(InvalidRequestError, match=r"at most 0.05 s"):
             decode_audio(flac_of(0), AudioLimits(max_seconds=0.05), 44100)
