@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import mlx.core as mx
 
-from mlx_parallm.kernels.kernel import Kernel, KernelText, kernel_text
+from mlx_parallm.kernels.kernel import Kernel, KernelText, Residency, kernel_text
 from mlx_parallm.kernels.language import KernelLanguage
 
 #: ``Constant``: a type or a number that is written into a kernel's text.
@@ -38,7 +38,8 @@ class KernelSpec:
     """A kernel's text, its arguments, and the texts before it.
 
     Texts are files of the builder's folder: ``.metal`` for both languages, ``.cu`` for CUDA only.
-    Inputs that are not contiguous are copied, unless the kernel is ``strided``.
+    Inputs that are not contiguous are copied, unless the kernel is ``strided``. For ``residency``
+    see ``KernelText``.
     """
 
     text: str
@@ -46,6 +47,7 @@ class KernelSpec:
     outputs: tuple[str, ...]
     headers: tuple[str, ...] = ("common.metal",)
     strided: bool = False
+    residency: Residency | None = None
 
     @property
     def name(self) -> str:
@@ -86,7 +88,9 @@ class KernelBuilder:
         name = f"{self._prefix}_{spec.name}_{zlib.crc32(ahead.encode()):08x}"
         header = self._language.words + "".join(map(self._text, spec.headers))
         body = ahead + self._text(spec.text)
-        text = KernelText(name, spec.inputs, spec.outputs, body, header, spec.strided)
+        text = KernelText(
+            name, spec.inputs, spec.outputs, body, header, spec.strided, spec.residency
+        )
         return self._language.make(text, self._dtypes(spec, constants))
 
     def _dtypes(self, spec: KernelSpec, constants: Mapping[str, Constant]) -> list[mx.Dtype] | None:

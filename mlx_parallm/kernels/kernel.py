@@ -28,10 +28,26 @@ class Kernel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Residency:
+    """The room that a kernel's threadgroups take on a CUDA processor.
+
+    Attributes:
+        shared_bytes: of dynamic shared memory.
+        threads: of a threadgroup.
+        threadgroups: how many are to fit on a processor at once, which bounds their registers.
+    """
+
+    shared_bytes: int
+    threads: int
+    threadgroups: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class KernelText:
     """The body ``source`` of a kernel, after ``header``.
 
     Inputs that are not contiguous are copied before a call, unless the kernel is ``strided``.
+    Without ``residency``, a kernel has no dynamic shared memory, and any number of threads.
     """
 
     name: str
@@ -40,6 +56,7 @@ class KernelText:
     source: str
     header: str
     strided: bool
+    residency: Residency | None = None
 
 
 @functools.cache

@@ -157,4 +157,5 @@ def _made(make: Callable[..., Any], text: KernelText) -> Kernel:
         source=text.source,
         header=text.header,
         ensure_row_contiguous=not text.strided,
+        **({} if text.residency is None else {"shared_memory": text.residency.shared_bytes}),
     )

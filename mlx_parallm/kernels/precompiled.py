@@ -46,11 +46,13 @@ class Program:
         name: the kernel's name, which is not mangled.
         source: the source, with the kernel's signature.
         sizes: (input, axis) of the sizes that are the last arguments.
+        shared_bytes: of dynamic shared memory.
     """
 
     name: str
     source: str
     sizes: tuple[tuple[int, int], ...]
+    shared_bytes: int = 0
 
 
 def program_of(
@@ -82,11 +84,16 @@ def program_of(
         *(f"{kind}* {name}" for kind, name in zip(kinds[count:], text.output_names, strict=True)),
         *(f"const int {name}_size_{axis}" for name, axis in sizes),
     ]
-    signature = f'extern "C" __global__ void {text.name}({", ".join(arguments)})'
+    bounds, shared_bytes = "", 0
+    if text.residency is not None:
+        bounds = f"__launch_bounds__({text.residency.threads}, {text.residency.threadgroups}) "
+        shared_bytes = text.residency.shared_bytes
+    signature = f'extern "C" __global__ void {bounds}{text.name}({", ".join(arguments)})'
     return Program(
         name=text.name,
         source=f"{text.header}{signature} {{\n{body}\n}}\n",
         sizes=tuple((text.input_names.index(name), axis) for name, axis in sizes),
+        shared_bytes=shared_bytes,
     )
 
 
@@ -240,6 +247,8 @@ class LoadedKernel(Kernel):
             "threadgroup": threadgroup,
             "ensure_row_contiguous": not self._is_strided,
         }
+        if self._program.shared_bytes:
+            options["shared_memory"] = self._program.shared_bytes
         outputs = self._launch(**options)
         if self._key is not None:
             self._load(outputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from mlx_parallm.kernels.compiler import CompilationError, KernelCompiler
 from mlx_parallm.kernels.device_precompiler import CUDA_TYPES
-from mlx_parallm.kernels.kernel import KernelText
+from mlx_parallm.kernels.kernel import KernelText, Residency
 from mlx_parallm.kernels.language import CudaLanguage
 from mlx_parallm.kernels.nvrtc import device_architecture, include_folders
 from mlx_parallm.kernels.precompiled import (
@@ -122,6 +123,16 @@ def test_a_program_has_the_arguments_that_mlx_passes() -> None:
         "y[0] = x[x_size_1] * slots[0] + x_size_0 + x_size_1;\n}\n"
     )
     assert program.sizes == ((0, 0), (0, 1))
+
+
+def test_a_kernel_gets_its_shared_memory_and_its_registers(tmp_path: Path) -> None:
+    text = replace(TEXT, residency=Residency(shared_bytes=90_000, threads=128, threadgroups=2))
+    device = Device()
+    parts = Parts(tmp_path, device, text)
+    parts.run()
+    assert f"__global__ void __launch_bounds__(128, 2) {TEXT.name}(" in parts.sources[-1]
+    calls = [call for call in device.calls if call["name"] == TEXT.name]
+    assert [call["shared_memory"] for call in calls] == [90_000]
 
 
 @pytest.mark.parametrize(
