@@ -113,6 +113,10 @@ speechTest("a file is heard by the model for it, which is chosen", async (page, 
   assert.equal(await page.locator(".answer.failed").count(), 0);
   const player = page.locator(".turn.user audio");
   assert.equal(await player.evaluate((audio) => audio.duration), 2);
+  await button(page, "Again").click();
+  await answered(page);
+  assert.equal(sent.length, 2);
+  assert.deepEqual(sent[1], sent[0]);
   await button(page, "Clear").first().click();
   assert.equal(await player.count(), 0);
 });
@@ -161,6 +165,24 @@ speechTest("a microphone that goes leaves what it has recorded", async (page) =>
   await page.evaluate(() => window.stream.getAudioTracks()[0].dispatchEvent(new Event("ended")));
   await waiting(page).waitFor();
   assert.equal(await page.evaluate(() => window.stream.getAudioTracks()[0].readyState), "ended");
+});
+
+speechTest("a browser that cannot resample the microphone sends its own rate", async (page, sent) => {
+  const rate = await page.evaluate((unable) => {
+    const connect = AudioContext.prototype.createMediaStreamSource;
+    AudioContext.prototype.createMediaStreamSource = function (stream) {
+      // As Firefox does.
+      if (this.sampleRate === unable) throw new DOMException("different rates", "NotSupportedError");
+      return connect.call(this, stream);
+    };
+    return new AudioContext().sampleRate;
+  }, RATE);
+  await button(page, "Record").click();
+  await page.getByRole("group", { name: "Recording" }).getByText("0:01").waitFor();
+  await send(page);
+  assert.notEqual(rate, RATE);
+  assert.equal(sent[0].wav.readUInt32LE(24), rate);
+  assert.equal(await lastAnswer(page).locator(".content").textContent(), TEXT);
 });
 
 speechTest("a microphone that is denied is told", async (page) => {
