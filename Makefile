@@ -40,7 +40,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 # These end when make does, however that ends; `exec`, so that no shell is between them and make.
 WITH_MAKE := $(BIN)/python -m mlx_parallm.peers.child_process parent
 
-.PHONY: help serve test test-slow test-engines test-dialled test-ranks page-test conformance agents trainers scale-out corpus corpus-sample newest check-encoder check-seq2seq check-mezo check-reward check-vision cluster-check lint checks format unit dist bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test test-slow test-engines test-dialled test-ranks page-test conformance agents trainers scale-out corpus corpus-sample newest check-encoder check-seq2seq check-mezo check-reward check-speech check-vision cluster-check lint checks format unit dist bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -168,6 +168,9 @@ check-mezo: $(DEV_STAMP) ## Learning curves of an encoder (MODEL=folder DATA=fil
 
 check-reward: $(DEV_STAMP) ## A reward model from an encoder and labelled texts (MODEL=folder DATA=file ARGS="--steps …")
 	@PYTHONPATH=. $(BIN)/python -m mlx_parallm.process_setup.openblas benchmarks.check_reward --model "$(MODEL)" --data "$(DATA)" $(ARGS)
+
+check-speech: $(DEV_STAMP) ## The word error rate of a speech model (MODEL=folder DATA=folder ARGS="--language …")
+	@PYTHONPATH=. $(BIN)/python -m benchmarks.check_speech --model "$(MODEL)" --data "$(DATA)" $(ARGS)
 
 check-vision: $(DEV_STAMP) ## Images against transformers (MODEL=folder ARGS="--reference-python PYTHON")
 	@PYTHONPATH=. $(BIN)/python -m benchmarks.check_vision --model "$(MODEL)" $(ARGS)
