@@ -343,7 +343,8 @@ class GenerationModel(ServedModel):
         num_states = 0 if self.state_cache is None else self.state_cache.num_states
         num_bytes = info.kv_bytes + num_states * info.state_bytes
         block_bytes = info.kv_bytes // info.num_blocks
-        context = -(-info.max_model_len // info.block_size) * block_bytes
+        lengths = (info.max_model_len, info.max_source_len)
+        context = sum(-(-tokens // info.block_size) for tokens in lengths) * block_bytes
         return num_bytes, min(num_bytes, least_bytes(context, block_bytes, info.state_bytes))
 
     @override

@@ -131,6 +131,7 @@ class KVPlan:
         max_model_len: longest sequence.
         state_bytes: what a sequence keeps besides blocks; 0 if nothing, or it cannot be copied.
         has_kv: False if blocks only count tokens.
+        max_source_len: longest source, which each sequence of an encoder-decoder has.
     """
 
     block_size: int
@@ -139,6 +140,7 @@ class KVPlan:
     max_model_len: int
     state_bytes: int = 0
     has_kv: bool = True
+    max_source_len: int = 0
 
     @property
     def wanted_bytes(self) -> int:
@@ -147,8 +149,9 @@ class KVPlan:
 
     @property
     def context_blocks(self) -> int:
-        """Blocks of one sequence of ``max_model_len``."""
-        return -(-self.max_model_len // self.block_size)
+        """Blocks of one sequence of ``max_model_len`` and its source."""
+        lengths = (self.max_model_len, self.max_source_len)
+        return sum(-(-tokens // self.block_size) for tokens in lengths)
 
 
 # PENDING_TOKEN stands for a token that the step in flight, or a draft model, is still choosing; the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -52,18 +53,18 @@ def plan_kv(
     length = max_model_len or longest or DEFAULT_MAX_MODEL_LEN
     per_token = sum(backend.bytes_per_token(shape) for shape in kv_shapes(layouts))
     per_token = per_token or NOMINAL_BYTES_PER_TOKEN
-    lengths = (length, max_source_len)
-    blocks_per_sequence = sum(-(-tokens // cache.block_size) for tokens in lengths)
     is_opaque = any(isinstance(layout, OpaqueLayout) for layout in leaves(layouts))
     state_bytes = sum(layout.num_bytes for layout in state_layouts(layouts))
-    return KVPlan(
+    plan = KVPlan(
         cache.block_size,
         per_token * cache.block_size,
-        blocks_per_sequence * scheduler.max_num_seqs,
+        0,
         length,
         state_bytes=0 if is_opaque else state_bytes,
         has_kv=bool(kv_shapes(layouts)),
+        max_source_len=max_source_len,
     )
+    return replace(plan, wanted_blocks=plan.context_blocks * scheduler.max_num_seqs)
 
 
 def max_scores(

@@ -51,6 +51,12 @@ def test_a_small_model_beside_a_large_one_keeps_its_context() -> None:
     assert blocks[1] * BLOCK >= 131_072
 
 
+def test_a_context_of_an_encoder_decoder_has_a_source() -> None:
+    speech = replace(plan(448, token_bytes=5), max_source_len=1500)
+    blocks = share_budget([speech, plan(131_072, token_bytes=40)], 1 << 24)
+    assert blocks[0] * BLOCK >= 448 + 1500
+
+
 def test_where_contexts_do_not_fit_they_are_cut_evenly() -> None:
     plans = [plan(600, token_bytes=4), *(plan(131_072, token_bytes=4) for _ in range(11))]
     blocks = share_budget(plans, 64 << 16)
