@@ -26,8 +26,11 @@ from mlx_parallm.client import (
     Prediction,
     RLClient,
     SessionsClient,
+    SpeechClient,
+    SpokenSegment,
     SyncRLClient,
     TrainingClient,
+    Transcript,
 )
 from mlx_parallm.offline.beams import BeamSearchOutput, BeamSearchSequence
 from mlx_parallm.offline.completions import CompletionOutput, RequestOutput
@@ -37,8 +40,15 @@ CLASSES: tuple[type, ...] = (
     *(LLM, SamplingParams, StructuredOutputsParams, RequestOutput, CompletionOutput),
     *(BeamParams, BeamSearchParams, BeamSearchOutput, BeamSearchSequence),
     *(RLClient, SessionsClient, MezoClient, TrainingClient, NetsClient, Actions, Prediction),
-    SyncRLClient,
+    *(SpeechClient, Transcript, SpokenSegment, SyncRLClient),
 )
+# PARTS: the clients that are attributes of ``RLClient``, which makes them.
+PARTS = {
+    "mezo": MezoClient,
+    "training": TrainingClient,
+    "nets": NetsClient,
+    "speech": SpeechClient,
+}
 # SECTION: those called Example are left out, because the guides have examples that are run.
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Example|Yields):")
 INTRODUCTION = """\
@@ -72,7 +82,7 @@ def class_lines(kind: type) -> Iterator[str]:
     yield from documented.text
     if dataclasses.is_dataclass(kind):
         yield from field_table(kind, documented.items("Attributes"))
-    elif kind not in (SessionsClient, MezoClient, TrainingClient, NetsClient):
+    elif kind not in (SessionsClient, *PARTS.values()):
         init = kind.__init__
         yield from call_lines(kind.__name__, init, Docstring(inspect.getdoc(init) or ""))
         yield from bullets(documented.items("Attributes"))
@@ -80,10 +90,11 @@ def class_lines(kind: type) -> Iterator[str]:
         yield f"It has the methods of [{SessionsClient.__name__}](#sessionsclient).\n"
     if kind is SyncRLClient:
         yield f"Its methods are those of [{RLClient.__name__}](#rlclient)"
-        kinds = (MezoClient, TrainingClient, NetsClient)
-        links = [f"[{each.__name__}](#{each.__name__.lower()})" for each in kinds]
-        yield f"and, in `mezo`, `training` and `nets`, those of {links[0]}, {links[1]} and"
-        yield f"{links[2]}, without `await`.\n"
+        *links, last = [
+            f"[{each.__name__}](#{each.__name__.lower()}) in `{name}`"
+            for name, each in PARTS.items()
+        ]
+        yield f"and those of {', '.join(links)} and {last}, without `await`.\n"
         return
     for name, member in vars(kind).items():
         if name.startswith("_"):

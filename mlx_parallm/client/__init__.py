@@ -20,7 +20,14 @@ from mlx_parallm.client.results import (
     VersionSpan,
 )
 from mlx_parallm.client.rl import RLClient
-from mlx_parallm.client.sync import SyncMezoClient, SyncNetsClient, SyncRLClient, SyncTrainingClient
+from mlx_parallm.client.speech import SpeechClient, SpokenSegment, Transcript
+from mlx_parallm.client.sync import (
+    SyncMezoClient,
+    SyncNetsClient,
+    SyncRLClient,
+    SyncSpeechClient,
+    SyncTrainingClient,
+)
 from mlx_parallm.client.tensors import encode_safetensors
 from mlx_parallm.client.training import (
     Checkpoint,
@@ -52,14 +59,18 @@ __all__ = [
     "Score",
     "ServerUnreachableError",
     "SessionsClient",
+    "SpeechClient",
+    "SpokenSegment",
     "SyncMezoClient",
     "SyncNetsClient",
     "SyncRLClient",
+    "SyncSpeechClient",
     "SyncTrainingClient",
     "TrainingClient",
     "TrainingSession",
     "TrainingStep",
     "TrainingTotals",
+    "Transcript",
     "UnexpectedAnswerError",
     "VersionSpan",
     "encode_safetensors",

@@ -28,6 +28,7 @@ from mlx_parallm.client.results import (
     sample_of,
     score_of,
 )
+from mlx_parallm.client.speech import SpeechClient
 from mlx_parallm.client.tensors import encode_safetensors, read_folder
 from mlx_parallm.client.transport import Transport
 
@@ -132,6 +133,7 @@ class RLClient:
         mezo: the server's training sessions that learn by forward passes.
         training: those that take gradients.
         nets: the server's nets and policies.
+        speech: its speech models.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class RLClient:
         self.mezo = MezoClient(self._transport)
         self.training = TrainingClient(self._transport)
         self.nets = NetsClient(self._transport)
+        self.speech = SpeechClient(self._transport)
 
     async def __aenter__(self) -> Self:
         return self

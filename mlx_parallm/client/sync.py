@@ -14,6 +14,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 from mlx_parallm.client.mezo import MezoClient, TrainingClient
 from mlx_parallm.client.nets import NetsClient
 from mlx_parallm.client.rl import RLClient
+from mlx_parallm.client.speech import SpeechClient
 
 C = TypeVar("C")
 P = ParamSpec("P")
@@ -192,6 +193,14 @@ class SyncNetsClient(_Blocking[NetsClient]):
     predict = _blocking(NetsClient.predict)
 
 
+class SyncSpeechClient(_Blocking[SpeechClient]):
+    """The speech models of a server: ``SyncRLClient.speech``, with ``SpeechClient``'s methods."""
+
+    transcribe = _blocking(SpeechClient.transcribe)
+    translate = _blocking(SpeechClient.translate)
+    stream_transcript = _iterating(SpeechClient.stream_transcript)
+
+
 class SyncRLClient(_Blocking[RLClient]):
     """``RLClient`` for programs without an event loop, such as scripts and notebooks.
 
@@ -207,6 +216,7 @@ class SyncRLClient(_Blocking[RLClient]):
         mezo: the server's training sessions that learn by forward passes.
         training: those that take gradients.
         nets: the server's nets and policies.
+        speech: its speech models.
     """
 
     def __init__(
@@ -218,6 +228,7 @@ class SyncRLClient(_Blocking[RLClient]):
         self.mezo = SyncMezoClient(client.mezo, self.thread)
         self.training = SyncTrainingClient(client.training, self.thread)
         self.nets = SyncNetsClient(client.nets, self.thread)
+        self.speech = SyncSpeechClient(client.speech, self.thread)
 
     def __enter__(self) -> Self:
         return self

@@ -16,8 +16,10 @@ from mlx_parallm.client import (
     MezoClient,
     RLClient,
     ServerUnreachableError,
+    SpeechClient,
     SyncMezoClient,
     SyncRLClient,
+    SyncSpeechClient,
     SyncTrainingClient,
     TrainingClient,
 )
@@ -26,6 +28,7 @@ PAIRS = [
     (RLClient, SyncRLClient),
     (MezoClient, SyncMezoClient),
     (TrainingClient, SyncTrainingClient),
+    (SpeechClient, SyncSpeechClient),
 ]
 
 
