@@ -67,7 +67,7 @@ def write_scripted_speech(folder: Path, text: str, *, end_s: float = 1.0) -> Pat
     timestamps.
     """
     script = [IDS["<|en|>"], END, BEGIN, *text.encode(), BEGIN + round(end_s * 50), END]
-    size = 1 << (len(script) + 1).bit_length()
+    size = max(64, 1 << (len(script) + 1).bit_length())
     config = CONFIG | {"d_model": size, "max_target_positions": size}
     weights = _random_weights(config)
     for name, array in weights.items():

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -13,6 +14,7 @@ import openai
 import pytest
 from openai.types.audio import Transcription, TranscriptionVerbose
 
+from mlx_parallm.client import RequestFailedError, RLClient
 from tests.audio_files import clip
 from tests.builders.speech_folders import write_scripted_speech, write_speech
 from tests.server_process import ServerProcess, serving
@@ -21,7 +23,7 @@ from tests.server_process import ServerProcess, serving
 SPEAKS, RANDOM, ENGLISH, TEXT = "speaks", "random", "english", "mlx-parallm-demo"
 SENTENCE, END_S = "Hello --> there.", 2.0
 #: ``DRAWN``: settings of a random model, whose likeliest texts are short.
-DRAWN = {"temperature": 1.0, "extra_body": {"seed": 3}}
+DRAWN: dict[str, Any] = {"temperature": 1.0, "extra_body": {"seed": 3}}
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +206,8 @@ def test_fields_that_are_not_read_are_named(server: ServerProcess) -> None:
     assert answer.headers["x-ignored-fields"] == "known_speaker_names"
 
 
+# Other HTTP processes report what they count from time to time.
+@pytest.mark.one_engine
 def test_seconds_are_counted(server: ServerProcess, client: openai.OpenAI) -> None:
     hear(client, 1)
     before = heard_s(server)
@@ -224,6 +228,22 @@ def test_chats_take_no_audio(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": [part]}]
     with pytest.raises(openai.BadRequestError, match="audio"):
         client.chat.completions.create(model=TEXT, messages=messages)
+
+
+async def test_the_typed_client_has_segments(server: ServerProcess, tmp_path: Path) -> None:
+    path = tmp_path / "speech.wav"
+    path.write_bytes(clip(40))
+    async with RLClient(server.url) as typed:
+        transcript = await typed.speech.transcribe(path, model=SPEAKS, language="german")
+        english = await typed.speech.translate(path.read_bytes(), model=SPEAKS)
+        pieces = [piece async for piece in typed.speech.stream_transcript(path, model=SPEAKS)]
+        with pytest.raises(RequestFailedError) as refusal:
+            await typed.speech.transcribe(b"no audio", model=SPEAKS)
+    assert refusal.value.param == "file"
+    assert (transcript.text, transcript.language) == (SENTENCE * 2, "german")
+    assert (english.text, english.language) == (SENTENCE * 2, "english")
+    assert [each.start_s for each in transcript.segments] == [0.0, 30.0]
+    assert pieces == [SENTENCE] * 2
 
 
 async def test_an_abort_leaves_nothing_running(

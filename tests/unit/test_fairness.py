@@ -232,3 +232,32 @@ def test_what_grows_stays_within_the_budget(pieces: list[tuple[int, int]], amoun
     for holding in holdings:
         holding.release()
     assert budget.num_free == amount
+
+
+async def test_a_product_counts_until_the_block_has_ended():
+    budget = SharedBudget(10)
+
+    async def make() -> str:
+        return "made"
+
+    async with budget.product(6, "a", make) as made:
+        assert (made, budget.num_free) == ("made", 4)
+    assert budget.num_free == 10
+
+
+async def test_a_product_of_a_cancelled_task_counts_until_it_is_made():
+    budget, is_made = SharedBudget(10), asyncio.Event()
+
+    async def take() -> None:
+        async with budget.product(6, None, is_made.wait):
+            raise AssertionError("it was cancelled before")
+
+    task = asyncio.create_task(take())
+    await settle()
+    task.cancel()
+    await settle()
+    assert task.cancelled()
+    assert budget.num_free == 4
+    is_made.set()
+    await settle()
+    assert budget.num_free == 10

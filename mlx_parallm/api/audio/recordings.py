@@ -32,11 +32,16 @@ class Recordings:
     client has half at most; further ones wait for their turn.
     """
 
-    def __init__(self, max_seconds: float) -> None:
-        """``max_seconds`` bounds a recording."""
+    def __init__(self, max_seconds: float, *, max_bytes: int | None = None) -> None:
+        """Prepare.
+
+        Args:
+            max_seconds: the longest recording.
+            max_bytes: memory of all together; None: as for images. The longest one fits always.
+        """
         self._limits = AudioLimits(max_seconds=max_seconds)
-        longest = math.ceil(max_seconds) * BYTES_PER_S
-        self._budget = SharedBudget(max(max_held_bytes(), longest))
+        longest = math.ceil(max_seconds * BYTES_PER_S)
+        self._budget = SharedBudget(max(max_bytes or max_held_bytes(), longest))
 
     @property
     def num_bytes(self) -> int:

@@ -45,6 +45,12 @@ def test_a_form_cut_anywhere_is_the_same_form() -> None:
         assert reader.fields == {"purpose": "batch", "expires_after[seconds]": "3600"}
 
 
+def test_parts_of_a_list_are_kept_in_order() -> None:
+    parts = [part("a[]", b"1"), part("file", b"x", "x"), part("a[]", b"2"), part("a", b"3")]
+    reader, _ = read(form(*parts))
+    assert (reader.lists, reader.fields) == ({"a": ["1", "2"]}, {"a": "3"})
+
+
 def test_a_form_cut_off_anywhere_is_told() -> None:
     for size in range(len(WHOLE) - 4):
         with pytest.raises(InvalidRequestError):
