@@ -73,8 +73,8 @@ class TurnWriter:
 
     def take(self) -> list[Part]:
         """Return the parts collected since the last call."""
-        parts, self._parts = merge(self._parts), []
-        return parts
+        parts, self._parts = self._parts, []
+        return merge(parts) if len(parts) > 1 else parts
 
     def content(self, text: str) -> None:
         """Add a piece of content."""

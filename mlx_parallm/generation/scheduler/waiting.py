@@ -1,8 +1,9 @@
-"""Sequences that wait to run: by priority, in turn between clients, then by arrival."""
+"""Sequences that wait to run: by priority, in turn between clients, then short prompts first."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from bisect import insort
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
@@ -12,18 +13,26 @@ from mlx_parallm.types.request import PolicyWeights
 # AGING_PERIOD: once in so many admissions the longest waiting sequence goes first, whatever its
 # priority, so that nothing starves behind an endless stream of better sequences.
 AGING_PERIOD = 16
+# LONG_PROMPT: longer prompts count as having so many tokens. A long prompt is often cached for the
+# most part, and only prompts that come while so many tokens are admitted go before it.
+LONG_PROMPT = 1024
 
 
 class ClientLine:
     """A client's sequences of one priority, in order.
 
-    Several of them come first: one of each adapter. While an adapter has no slot, those behind that
-    need another may go, and so may those behind a sequence that waits for something to arrive.
+    A sequence's place is the number of prompt tokens that were admitted before it came, and its
+    own. So of prompts that come together the shortest goes first, and a long prompt is passed only
+    by shorter ones that come before as many tokens as it has were admitted.
+
+    Several sequences come first: one of each adapter. While an adapter has no slot, those behind
+    that need another may go, and so may those behind one that waits for something to arrive.
     """
 
     def __init__(self) -> None:
-        self._parts: dict[PolicyWeights, deque[Sequence]] = {}
-        self._front = self._end = 0
+        # Each is sorted by place.
+        self._parts: dict[PolicyWeights, list[Sequence]] = {}
+        self._front = self._num_admitted = 0
 
     def __bool__(self) -> bool:
         return bool(self._parts)
@@ -33,15 +42,20 @@ class ClientLine:
             yield from part
 
     def append(self, sequence: Sequence) -> None:
-        """Add behind all others."""
-        sequence.place, self._end = self._end, self._end + 1
-        self._parts.setdefault(sequence.group.weights, deque()).append(sequence)
+        """Add a new sequence."""
+        sequence.place = self._num_admitted + _num_counted(sequence)
+        part = self._parts.setdefault(sequence.group.weights, [])
+        insort(part, sequence, key=attrgetter("place"))
 
     def push_front(self, sequence: Sequence) -> None:
         """Add before all others."""
         self._front -= 1
         sequence.place = self._front
-        self._parts.setdefault(sequence.group.weights, deque()).appendleft(sequence)
+        self._parts.setdefault(sequence.group.weights, []).insert(0, sequence)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Count the tokens of a sequence that is removed because it runs."""
+        self._num_admitted += _num_counted(sequence)
 
     def remove(self, sequence: Sequence, successor: Sequence | None = None) -> bool:
         """Remove a sequence, or replace it by another of its request; False if it is not here."""
@@ -62,6 +76,20 @@ class ClientLine:
         first = (next((s for s in part if not s.is_blocked), None) for part in self._parts.values())
         return sorted((s for s in first if s is not None), key=attrgetter("place"))
 
+    def oldest(self) -> list[Sequence]:
+        """Return the sequence of each adapter that came first, and waits for nothing to arrive."""
+        ready = ([s for s in part if not s.is_blocked] for part in self._parts.values())
+        return [min(part, key=_arrival) for part in ready if part]
+
+
+def _num_counted(sequence: Sequence) -> int:
+    """Return the number of prompt tokens that a sequence counts for."""
+    return min(len(sequence.request.prompt_ids), LONG_PROMPT)
+
+
+def _arrival(sequence: Sequence) -> tuple[int, int]:
+    return sequence.group.arrival, sequence.index
+
 
 class WaitingQueue:
     """Hands out the sequence that should run next.
@@ -81,9 +109,12 @@ class WaitingQueue:
         return self._length
 
     def __iter__(self) -> Iterator[Sequence]:
+        for line in self._all_lines():
+            yield from line
+
+    def _all_lines(self) -> Iterator[ClientLine]:
         for clients in self._lines.values():
-            for line in clients.values():
-                yield from line
+            yield from clients.values()
 
     @property
     def clients(self) -> set[str]:
@@ -91,7 +122,7 @@ class WaitingQueue:
         return {client for clients in self._lines.values() for client in clients}
 
     def append(self, sequence: Sequence) -> None:
-        """Add behind the client's other sequences of this priority."""
+        """Add a new sequence to the client's others of this priority."""
         self._line(sequence).append(sequence)
         self._count(sequence, 1)
 
@@ -124,11 +155,11 @@ class WaitingQueue:
 
         Those that are owed a place go before all others.
         """
-        heads = filter(may_run, self.heads())
         if self._num_admitted % AGING_PERIOD == AGING_PERIOD - 1:
-            return min(heads, key=lambda s: s.group.arrival, default=None)
+            oldest = (each for line in self._all_lines() for each in line.oldest())
+            return min(filter(may_run, oldest), key=_arrival, default=None)
         first = None
-        for sequence in heads:
+        for sequence in filter(may_run, self.heads()):
             if is_owed(sequence):
                 return sequence
             first = first or sequence
@@ -136,6 +167,7 @@ class WaitingQueue:
 
     def admit(self, sequence: Sequence) -> None:
         """Remove the sequence that ``peek`` returned; the next client has its turn."""
+        self._line(sequence).admit(sequence)
         self.remove(sequence)
         self._num_admitted += 1
         clients = self._lines.get(sequence.request.priority)

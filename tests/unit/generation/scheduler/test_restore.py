@@ -136,7 +136,7 @@ def test_a_slot_is_kept_for_a_sequence_whose_blocks_are_read() -> None:
     harness = harness_of(store, config=config)
     ask(harness, "waits")
     ask(harness, "runs", OTHER, max_tokens=20)
-    ask(harness, "queued", OTHER[1:])
+    ask(harness, "queued", [*OTHER[1:], 1])
     for _ in range(3):
         harness.step()
     stats = harness.scheduler.stats()

@@ -1,4 +1,4 @@
-"""Who waits runs in turn: by priority, then client by client, then by arrival; nobody for ever."""
+"""Who waits runs in turn: by priority, client by client, short prompts first; nobody for ever."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mlx_parallm.generation.scheduler.sequence import RequestGroup, Sequence
-from mlx_parallm.generation.scheduler.waiting import AGING_PERIOD, WaitingQueue
+from mlx_parallm.generation.scheduler.waiting import AGING_PERIOD, LONG_PROMPT, WaitingQueue
 from mlx_parallm.types.request import GenerateRequest
 
 
@@ -22,12 +22,12 @@ class Arrivals:
     def __init__(self) -> None:
         self._numbers = count()
 
-    def next(self, client: str = "", priority: int = 0) -> Sequence:
+    def next(self, client: str = "", priority: int = 0, num_tokens: int = 2) -> Sequence:
         number = next(self._numbers)
         request = GenerateRequest(
             request_id=f"{client}{number}",
             model="m",
-            prompt_ids=(1,) * (1 + number % 3),
+            prompt_ids=(1,) * num_tokens,
             priority=priority,
             client=client,
         )
@@ -80,6 +80,119 @@ def test_who_arrives_later_joins_the_round_behind_those_who_wait() -> None:
     queue.append(sequences["a2"])
     queue.append(sequences["c1"])
     assert list(admitted(queue, sequences)) == ["b1", "a2", "c1", "b2"]
+
+
+def queue_of_prompts(*lengths: int) -> tuple[WaitingQueue, list[Sequence]]:
+    """Return a queue of one client's prompts with so many tokens, which came in this order."""
+    queue, arrivals = WaitingQueue(), Arrivals()
+    sequences = [arrivals.next(num_tokens=length) for length in lengths]
+    for sequence in sequences:
+        queue.append(sequence)
+    return queue, sequences
+
+
+def lengths_in_order(queue: WaitingQueue) -> Iterator[int]:
+    while (sequence := queue.peek(anybody)) is not None:
+        queue.admit(sequence)
+        yield len(sequence.request.prompt_ids)
+
+
+def test_of_prompts_that_wait_together_the_shortest_goes_first() -> None:
+    queue, _ = queue_of_prompts(30, 10, 500, 10, 20)
+    assert list(lengths_in_order(queue)) == [10, 10, 20, 30, 500]
+
+
+def test_equal_prompts_and_long_ones_keep_the_order_of_their_arrival() -> None:
+    queue, sequences = queue_of_prompts(LONG_PROMPT + 7, LONG_PROMPT, LONG_PROMPT + 1, 5, 5)
+    order = [sequences[place] for place in (3, 4, 0, 1, 2)]
+    assert [each.seq_id for each in order] == [each.seq_id for each in taken(queue)]
+
+
+def taken(queue: WaitingQueue) -> Iterator[Sequence]:
+    while (sequence := queue.peek(anybody)) is not None:
+        queue.admit(sequence)
+        yield sequence
+
+
+def test_a_short_prompt_passes_no_long_one_after_as_many_tokens_were_admitted() -> None:
+    queue, (long, *_) = queue_of_prompts(100, 40, 40)
+    arrivals = Arrivals()
+    for _ in range(2):
+        sequence = queue.peek(anybody)
+        assert sequence is not None
+        assert sequence is not long
+        queue.admit(sequence)
+    # 80 tokens were admitted since the long one came.
+    late, later = arrivals.next(num_tokens=25), arrivals.next(num_tokens=15)
+    queue.append(late)
+    queue.append(later)
+    assert list(lengths_in_order(queue)) == [15, 100, 25]
+
+
+def test_who_was_running_goes_before_shorter_prompts() -> None:
+    queue, (_, long) = queue_of_prompts(1, 50)
+    queue.admit(long)
+    queue.push_front(long)
+    assert list(lengths_in_order(queue)) == [50, 1]
+
+
+def test_prompts_are_compared_with_those_of_their_client_alone() -> None:
+    queue, arrivals = WaitingQueue(), Arrivals()
+    for client, length in (("a", 90), ("a", 80), ("b", 10), ("b", 20)):
+        queue.append(arrivals.next(client, num_tokens=length))
+    assert list(lengths_in_order(queue)) == [80, 10, 90, 20]
+
+
+LENGTHS = st.one_of(st.integers(1, 40), st.integers(LONG_PROMPT - 2, 2 * LONG_PROMPT))
+
+
+@given(arrived=st.lists(st.lists(LENGTHS, max_size=4), min_size=1, max_size=40))
+@settings(deadline=None)
+def test_a_later_prompt_passes_an_earlier_one_only_by_fewer_tokens(
+    arrived: list[list[int]],
+) -> None:
+    """Prompts come before every admission; only the turns of the longest waiting are left out."""
+    queue, arrivals = WaitingQueue(), Arrivals()
+    # Tokens that were admitted when a sequence came.
+    before: dict[Sequence, int] = {}
+    num_admitted = 0
+    for number, lengths in enumerate(arrived):
+        for length in lengths:
+            sequence = arrivals.next(num_tokens=length)
+            before[sequence] = num_admitted
+            queue.append(sequence)
+        chosen = queue.peek(anybody)
+        if chosen is None:
+            continue
+        for other in queue:
+            if other.seq_id < chosen.seq_id and number % AGING_PERIOD != AGING_PERIOD - 1:
+                saved = counted(other) - counted(chosen)
+                assert before[chosen] - before[other] < saved
+        queue.admit(chosen)
+        num_admitted += counted(chosen)
+
+
+def counted(sequence: Sequence) -> int:
+    return min(len(sequence.request.prompt_ids), LONG_PROMPT)
+
+
+@given(short=st.integers(LONG_PROMPT // 4, LONG_PROMPT - 1), per_turn=st.integers(1, 2))
+@settings(deadline=None, max_examples=20)
+def test_no_long_prompt_starves_behind_endless_short_ones(short: int, per_turn: int) -> None:
+    queue, (long,) = queue_of_prompts(3 * LONG_PROMPT)
+    arrivals = Arrivals()
+    # Those that come while as many tokens are admitted go first, and none that come later.
+    most = per_turn * (LONG_PROMPT // short + 1)
+    assert most < AGING_PERIOD, "it needs no turn of the longest waiting"
+    for _ in range(most + 1):
+        for _ in range(per_turn):
+            queue.append(arrivals.next(num_tokens=short))
+        sequence = queue.peek(anybody)
+        assert sequence is not None
+        queue.admit(sequence)
+        if sequence is long:
+            return
+    pytest.fail("the long prompt waits for ever")
 
 
 def test_a_look_changes_nothing() -> None:
@@ -225,9 +338,14 @@ class Waiting(RuleBasedStateMachine):
         self.present: list[Sequence] = []
         self.gone: list[Sequence] = []
 
-    @rule(client=st.sampled_from("ab"), priority=st.integers(0, 2), first=st.booleans())
-    def put(self, client: str, priority: int, first: bool) -> None:
-        sequence = self.arrivals.next(client, priority)
+    @rule(
+        client=st.sampled_from("ab"),
+        priority=st.integers(0, 2),
+        first=st.booleans(),
+        num_tokens=st.integers(1, 4),
+    )
+    def put(self, client: str, priority: int, first: bool, num_tokens: int) -> None:
+        sequence = self.arrivals.next(client, priority, num_tokens)
         (self.queue.push_front if first else self.queue.append)(sequence)
         self.present.append(sequence)
 
