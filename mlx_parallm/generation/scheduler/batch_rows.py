@@ -43,10 +43,8 @@ def schedule_row(sequence: Sequence, num_tokens: int, plan: StepPlan) -> Schedul
         block_table=sequence.blocks.as_tuple(),
         adapter_slot=sequence.adapter_slot,
         version=sequence.group.weights.label,
-        sample=_sample_spec(sequence, end) if samples else None,
-        verify=tuple(
-            _sample_spec(sequence, end, proposals[: i + 1]) for i in range(len(proposals))
-        ),
+        sample=sample_spec(sequence, end) if samples else None,
+        verify=tuple(sample_spec(sequence, end, proposals[: i + 1]) for i in range(len(proposals))),
         kept_slots=plan.kept_slots.get(sequence, ()),
         draft=None if draft_end is None else _draft_input(sequence, draft_end),
         prompt_logprobs=params.prompt_logprobs,
@@ -81,7 +79,7 @@ def _pending_row(sequence: Sequence, slot: int, draft_end: int | None) -> Schedu
         block_table=sequence.blocks.as_tuple(),
         adapter_slot=sequence.adapter_slot,
         version=sequence.group.weights.label,
-        sample=_sample_spec(sequence, start + 1),
+        sample=sample_spec(sequence, start + 1),
         draft=None if draft_end is None else _draft_input(sequence, draft_end),
         prompt_logprobs=params.prompt_logprobs,
         prompt_entropy=params.entropy,
@@ -100,7 +98,7 @@ def _draft_input(sequence: Sequence, end: int) -> DraftInput:
     return DraftInput(start=start, token_ids=tuple(sequence.token_ids[start:end]))
 
 
-def _sample_spec(sequence: Sequence, end: int, proposals: tuple[int, ...] = ()) -> SampleSpec:
+def sample_spec(sequence: Sequence, end: int, proposals: tuple[int, ...] = ()) -> SampleSpec:
     """Return the sampler's input for the token after the first ``end`` tokens and proposals."""
     output_ids, has_pending = sequence.output_ids, sequence.num_pending > 0
     num_before = len(output_ids) + sequence.num_pending + len(proposals)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_parallm.generation.scheduler.batch_rows import sample_spec
 from mlx_parallm.generation.scheduler.sequence import RequestGroup
 from mlx_parallm.generation.scheduler.sequence import Sequence as Sample
 from mlx_parallm.generation.scheduler.thinking import ThinkingTracker
@@ -96,9 +97,9 @@ def test_a_scheduled_row_may_choose_the_end_marker_only() -> None:
     request = GenerateRequest(request_id="a", model="m", prompt_ids=(9,), params=params)
     group = RequestGroup(request=request, end_ids=frozenset({0}), arrival=0)
     sample = Sample(seq_id=0, group=group, index=0, seed=0, token_ids=[9])
-    first = sample._sample_spec(1)
+    first = sample_spec(sample, 1)
     assert (first.banned_ids, first.params.allowed_token_ids) == ((END,), (WORD,))
     sample.add_token(SampledToken(seq_id=0, token_id=WORD), 100)
-    assert sample._sample_spec(2).params.allowed_token_ids == (END,)
+    assert sample_spec(sample, 2).params.allowed_token_ids == (END,)
     sample.add_token(SampledToken(seq_id=0, token_id=END), 100)
-    assert sample._sample_spec(3).params is params
+    assert sample_spec(sample, 3).params is params
