@@ -277,7 +277,11 @@ def _softmax_attention(
     kv_heads, span = keys.shape[1], keys.shape[2]
     per_kv = heads // kv_heads
     rows = (queries * (scale * LOG2_E)).reshape(batch, kv_heads, per_kv * length, -1)
-    scores = rows @ keys.swapaxes(-1, -2)
+    if rows.shape[2] == 1:
+        # OpenBLAS takes a third of the time for this order of a product with one row.
+        scores = (keys @ rows.swapaxes(-1, -2)).swapaxes(-1, -2)
+    else:
+        scores = rows @ keys.swapaxes(-1, -2)
     split = scores.reshape(batch, kv_heads, per_kv, length, span)
     scores = _masked(split, mask, _MASKED, unit=LOG2_E).reshape(scores.shape)
     weights, total = _softmax(scores, _sink_scores(sinks, kv_heads, per_kv, length))

@@ -9,8 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.worker.attention import dense
-from mlx_parallm.worker.attention import reference as reference_module
+from mlx_parallm.worker.attention import decode_groups, dense
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
 from mlx_parallm.worker.attention.reference import ReferenceAttention
@@ -110,7 +109,7 @@ def test_rows_of_one_prefix_are_right(
     monkeypatch: pytest.MonkeyPatch, scores: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(dense, "is_exp_slow", lambda: True)
-    monkeypatch.setattr(reference_module, "MIN_SAVED_TOKENS", 16)
+    monkeypatch.setattr(decode_groups, "MIN_SAVED_TOKENS", 16)
     case = Case(sequences=((40, 1), (40, 1)), **scores)
     trial, backend = Trial(case), ReferenceAttention(case.block_size)
     # The second sequence is the first.

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.worker.attention.reference import split_by_length
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.decode_groups import make_decode_groups, split_by_length
 
 LENGTHS = st.one_of(
     st.lists(st.integers(1, 6), min_size=1, max_size=12),
@@ -85,3 +86,33 @@ def test_cuts_are_made_where_most_is_saved(
     lengths: list[int], min_saved: int, expected: list[list[int]]
 ) -> None:
     assert split(lengths, min_saved) == expected
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    most=st.integers(1, 200),
+)
+def test_groups_have_at_most_so_many_tokens_unless_they_are_one_row(
+    lengths: list[int], most: int
+) -> None:
+    firsts = np.cumsum([0, *lengths])
+    sequences = [
+        ScheduledSequence(
+            seq_id=row,
+            slot=row,
+            start=4 * length - 1,
+            token_ids=(0,),
+            block_table=tuple(range(firsts[row], firsts[row + 1])),
+        )
+        for row, length in enumerate(lengths)
+    ]
+    rows = 10 + np.arange(len(lengths))
+    groups = make_decode_groups(sequences, rows, 4, most)
+    assert sorted(row for group in groups for row in group.rows) == rows.tolist()
+    for group in groups:
+        assert len(group.rows) == 1 or 4 * group.block_table.size <= most
+        for row, table in zip(group.rows, np.array(group.block_table), strict=True):
+            own = sequences[row - 10].block_table
+            assert tuple(table[: len(own)].tolist()) == own
+    if sum(lengths) * 4 <= most and max(lengths) * len(lengths) * 4 <= most:
+        assert len(groups) == len(make_decode_groups(sequences, rows, 4))

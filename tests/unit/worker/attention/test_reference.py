@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from mlx_parallm.types.step import ScheduledSequence
-from mlx_parallm.worker.attention import dense
-from mlx_parallm.worker.attention import reference as reference_module
+from mlx_parallm.worker.attention import decode_groups, dense, reference
 from mlx_parallm.worker.attention.base import LayerShape
-from mlx_parallm.worker.attention.reference import ReferenceAttention, make_decode_groups
+from mlx_parallm.worker.attention.decode_groups import make_decode_groups
+from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.row_groups import join_outputs, make_groups
 
 SHAPE = LayerShape(num_kv_heads=2, key_dim=8, value_dim=8, dtype=mx.float32)
@@ -77,7 +77,7 @@ STEP = [
 
 
 def test_rows_with_a_common_prefix_are_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference_module, "MIN_SAVED_TOKENS", 4)
+    monkeypatch.setattr(decode_groups, "MIN_SAVED_TOKENS", 4)
     groups = make_decode_groups(STEP[:6], np.arange(6), 4)
     starts = {tuple(group.rows.tolist()): group.start for group in groups}
     assert starts == {(0, 2, 5): 12, (1, 4): 4, (3,): 0}
@@ -97,8 +97,32 @@ def test_sharing_a_prefix_changes_nothing(
     sinks = mx.random.normal((4,)) if has_sinks else None
 
     def attend(min_saved: int) -> mx.array:
-        monkeypatch.setattr(reference_module, "MIN_SAVED_TOKENS", min_saved)
+        monkeypatch.setattr(decode_groups, "MIN_SAVED_TOKENS", min_saved)
         plan = backend.plan(STEP)
         return backend.attend(pool, plan, queries, scale=0.3, window=window, sinks=sinks)
 
     assert mx.allclose(attend(4), attend(1 << 30), atol=1e-5)
+
+
+@pytest.mark.parametrize("composed", [False, True])
+def test_rows_in_several_groups_attend_as_in_one(
+    composed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense, "is_exp_slow", lambda: composed)
+    monkeypatch.setattr(dense, "MIN_SCORES", 1)
+    backend = ReferenceAttention(4)
+    pool = backend.new_pool(SHAPE, 16)
+    pool.keys, pool.values = mx.random.normal((2, 64, 8)), mx.random.normal((2, 64, 8))
+    # As many heads as the pool has, and twice as many.
+    for heads in (2, 4):
+        queries = mx.random.normal((9, heads, 1, 8))
+
+        def attend(most: int, queries: mx.array = queries) -> tuple[int, mx.array]:
+            monkeypatch.setattr(reference, "GROUP_TOKENS", most)
+            plan = backend.plan(STEP)
+            output = backend.attend(pool, plan, queries, scale=0.3, window=None, sinks=None)
+            return len(plan.groups), output
+
+        (number, output), (whole, wanted) = attend(16), attend(1 << 20)
+        assert number > whole
+        assert mx.allclose(output, wanted, atol=1e-5)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.types.step import ScheduledSequence, SourceTable
-from mlx_parallm.worker.attention import dense
-from mlx_parallm.worker.attention import reference as reference_module
+from mlx_parallm.worker.attention import decode_groups, dense
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.source_rows import SourceRows
 from tests.builders.kernel_cases import Case, Trial
@@ -26,7 +25,7 @@ def test_rows_see_their_whole_source(
     case: Case, composed: bool, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dense, "is_exp_slow", lambda: composed)
-    monkeypatch.setattr(reference_module, "MIN_SAVED_TOKENS", 16 if shares else 1 << 20)
+    monkeypatch.setattr(decode_groups, "MIN_SAVED_TOKENS", 16 if shares else 1 << 20)
     trial, backend = Trial(case), reference(case)
     pool = trial.fill(backend)
     trial.run(backend, pool)
