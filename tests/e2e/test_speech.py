@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import openai
 import pytest
 from openai.types.audio import Transcription, TranscriptionVerbose
 
 from mlx_parallm.client import RequestFailedError, RLClient
 from tests.audio_files import clip
-from tests.builders.speech_folders import write_scripted_speech, write_speech
+from tests.builders.speech_folders import CONFIG, write_scripted_speech, write_speech
 from tests.server_process import ServerProcess, serving
 
 #: ``SPEAKS`` hears ``SENTENCE`` in every window; ``RANDOM`` and ``ENGLISH`` have random weights.
@@ -244,6 +245,29 @@ async def test_the_typed_client_has_segments(server: ServerProcess, tmp_path: Pa
     assert (english.text, english.language) == (SENTENCE * 2, "english")
     assert [each.start_s for each in transcript.segments] == [0.0, 30.0]
     assert pieces == [SENTENCE] * 2
+
+
+async def test_an_adapter_hears_otherwise(server: ServerProcess) -> None:
+    random, rank = np.random.RandomState(1), 4
+    modules = ("decoder.layers.0.encoder_attn.v_proj", "encoder.layers.0.self_attn.q_proj")
+    tensors = {
+        f"model.{module}.lora_{side}": random.normal(0, 1, shape).astype(np.float32)
+        for module in modules
+        for side, shape in (("a", (CONFIG["d_model"], rank)), ("b", (rank, CONFIG["d_model"])))
+    }
+    config = {"fine_tune_type": "lora", "lora_parameters": {"rank": rank, "scale": 2.0}}
+    async with RLClient(server.url) as typed:
+        await typed.update_adapter("mine", tensors, config, model=RANDOM)
+
+        async def text(model: str) -> str:
+            return (
+                await typed.speech.transcribe(clip(3), model=model, temperature=1.0, seed=3)
+            ).text
+
+        plain, adapted = await text(RANDOM), await text("mine")
+        assert plain != adapted
+        assert await text(RANDOM) == plain
+        await typed.unload_adapter("mine")
 
 
 async def test_an_abort_leaves_nothing_running(
