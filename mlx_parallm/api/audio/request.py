@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from mlx_parallm.api.audio.schema import FILE, FILE_URL, TIMED, VERBOSE_JSON, SpeechRequest
+from mlx_parallm.api.http.body_budget import held_body
 from mlx_parallm.api.http.json_body import ignored_names
 from mlx_parallm.api.http.multipart import FormReader
 from mlx_parallm.api.http.offload import in_thread, maybe_in_thread
@@ -51,6 +52,7 @@ async def read_body(prelude: Prelude) -> SpeechBody:
     Raises:
         InvalidRequestError: the body is no form and no JSON, has no file or several, or a field is
             wrong.
+        OverloadedError: the client's bodies take too much memory.
     """
     kind = prelude.request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if is_json(kind):
@@ -62,6 +64,8 @@ async def read_body(prelude: Prelude) -> SpeechBody:
         data = await in_thread(partial(_from_url, fields.pop(FILE_URL, None)))
     else:
         (fields, data), field = await _read_form(prelude), FILE
+    # The request keeps its body beside the file.
+    held_body(prelude.request.scope).expand(len(data))
     request = validated(SpeechRequest, fields)
     request.check()
     return SpeechBody(request, data, field, frozenset(ignored_names(SpeechRequest, fields)))
