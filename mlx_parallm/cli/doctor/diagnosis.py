@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import platform
 import sys
@@ -24,6 +25,7 @@ from mlx_parallm.cli.doctor.kv_folder import (
 from mlx_parallm.cli.doctor.system import SystemReport, system_report
 from mlx_parallm.config import KV_CACHE_DTYPES, EngineConfig
 from mlx_parallm.generation.kv_cache.budget import KVShare
+from mlx_parallm.media.audio.coded import EXTRA
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.worker.attention.backend_choice import AttentionReport, attention_report
 from mlx_parallm.worker.device.kernels import CompilerReport, KernelReport, compiler_report
@@ -101,6 +103,7 @@ class Diagnosis:
         tunings: the time of attention with several tunings; empty unless the device is Metal's.
         speed: of the demonstration model; None on a CPU, and where several ranks compute a model.
         pictures: by format, why its files are not read; None: they are.
+        audio: likewise, of recordings.
         kv: by the model's name.
         tokenizers: their classes by the model's name; encoder-decoders' with their languages.
         kv_problem: the error if the models could not be loaded with these settings.
@@ -124,6 +127,7 @@ class Diagnosis:
     system: SystemReport
     versions: dict[str, str]
     pictures: dict[str, str | None]
+    audio: dict[str, str | None]
     advice: tuple[str, ...]
     kv: dict[str, KVFit]
     tokenizers: dict[str, str]
@@ -178,6 +182,7 @@ def diagnose(config: EngineConfig, world: WorldReport | None = None) -> Diagnosi
         system=system,
         versions=versions(),
         pictures=image_formats(),
+        audio=audio_formats(),
         advice=(
             *rejection_advice(rejected),
             *device_advice(device, sys.platform),
@@ -238,6 +243,16 @@ def image_formats() -> dict[str, str | None]:
     except ImportError as problem:
         return {"pillow": str(problem)}
     return format_problems()
+
+
+def audio_formats() -> dict[str, str | None]:
+    """Return by format why its recordings are not read; None: they are."""
+    problem: str | None = None
+    try:
+        importlib.import_module(EXTRA)
+    except (ImportError, OSError) as missing:
+        problem = f"{missing}; pip install 'mlx-parallm[audio]'"
+    return {"wav": None, "flac": problem, "mp3": problem, "vorbis": problem}
 
 
 def versions() -> dict[str, str]:

@@ -40,6 +40,7 @@ def render(diagnosis: Diagnosis) -> list[str]:
         *([("KV", diagnosis.kv_problem)] if diagnosis.kv_problem else []),
         *([("KV folder", kv_folder_text(diagnosis.kv_folder))] if diagnosis.kv_folder else []),
         ("images", _readable(diagnosis.pictures)),
+        ("audio", _readable(diagnosis.audio)),
         *(_world_rows(diagnosis.world) if diagnosis.world else []),
         *_speed_rows(diagnosis),
         *_system_rows(diagnosis.system),
@@ -50,9 +51,10 @@ def render(diagnosis: Diagnosis) -> list[str]:
     for name, reason in diagnosis.rejected.items():
         if name != "compiler":
             lines += ["", f"{name}: kernels of this device are not used: {reason}"]
-    for name, problem in diagnosis.pictures.items():
-        if problem is not None:
-            lines += ["", f"images: {name} is not read: {problem}"]
+    for kind, problems in (("images", diagnosis.pictures), ("audio", diagnosis.audio)):
+        for name, problem in problems.items():
+            if problem is not None:
+                lines += ["", f"{kind}: {name} is not read: {problem}"]
     if diagnosis.world and diagnosis.world.difference:
         lines += ["", f"ranks: a server would be refused: {diagnosis.world.difference}"]
     lines += ["", *(f"advice: {line}" for line in diagnosis.advice or ("nothing to change",))]
@@ -126,8 +128,8 @@ def _world_rows(world: WorldReport) -> list[tuple[str, str]]:
     ]
 
 
-def _readable(images: Mapping[str, str | None]) -> str:
-    return ", ".join(name for name, problem in images.items() if problem is None) or "none"
+def _readable(formats: Mapping[str, str | None]) -> str:
+    return ", ".join(name for name, problem in formats.items() if problem is None) or "none"
 
 
 def _compiler_rows(report: CompilerReport | None) -> list[tuple[str, str]]:

@@ -21,6 +21,14 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 # PATTERN: the files that mlx_lm reads, all of them.
 PATTERN = "model*.safetensors"
+# OTHER_WHOLE: the name that mlx-examples gives the one file; those of Whisper have it on the hub.
+OTHER_WHOLE = "weights.safetensors"
+# NPZ: its older form, and how it becomes the newer one.
+NPZ = "weights.npz"
+CONVERT_NPZ = (
+    "python -c \"import mlx.core as mx; mx.save_safetensors('weights.safetensors', "
+    "mx.load('weights.npz'))\" in the folder converts weights.npz"
+)
 #: ``PICKLES``: the end of messages about folders that lack safetensors.
 PICKLES = (
     "Weights that are pickles, such as pytorch_model.bin, can run code and are not read: "
@@ -31,7 +39,8 @@ PICKLES = (
 def weight_files(folder: Path) -> list[Path]:
     """Return the files of a checkpoint's weights, sorted; none if it has none.
 
-    The index decides. Without one it is ``model.safetensors`` alone, or all ``model*.safetensors``.
+    The index decides. Without one it is ``model.safetensors`` alone, or all ``model*.safetensors``,
+    or ``weights.safetensors``.
 
     Raises:
         ModelLoadError: the index cannot be read, or names files that are not there.
@@ -44,6 +53,8 @@ def weight_files(folder: Path) -> list[Path]:
         return sorted(folder / name for name in there)
     whole = folder / WHOLE
     files = [whole] if whole.is_file() else sorted(folder.glob(PATTERN))
+    if not files and (folder / OTHER_WHOLE).is_file():
+        files = [folder / OTHER_WHOLE]
     if named and files:
         logger.warning("%s: no file that %s names is there, so it is not read", folder, INDEX)
     elif named:
@@ -53,8 +64,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 def check_has_weights(folder: Path) -> None:
     """Raise ModelLoadError if a folder has no weights that can be read, or see ``weight_files``."""
-    if not weight_files(folder):
-        raise ModelLoadError(f"{folder} has no {PATTERN}. {PICKLES}")
+    if weight_files(folder):
+        return
+    if (folder / NPZ).is_file():
+        raise ModelLoadError(f"{folder} has no {PATTERN}. {CONVERT_NPZ}.")
+    raise ModelLoadError(f"{folder} has no {PATTERN}. {PICKLES}")
 
 
 def missing_files(folder: Path) -> list[str]:

@@ -33,6 +33,8 @@ Progress = Callable[[str, float], None]
 
 PATTERNS = (
     *("*.json", "model*.safetensors", "*.model", "*.spm", "*.tiktoken", "*.txt", "*.jinja"),
+    # Whisper's folders of mlx-community.
+    "weights.safetensors",
     # Modules of sentence-transformers, such as 2_Dense; and the settings of Stanford's ColBERT.
     *("[0-9]_*/model*.safetensors", "artifact.metadata"),
 )

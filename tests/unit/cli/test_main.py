@@ -181,6 +181,7 @@ def test_doctor_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["versions"]["mlx_parallm"] == __version__
     assert "pillow" in report["versions"]
     assert report["pictures"] == dict.fromkeys(("png", "jpeg", "webp", "gif", "bmp"))
+    assert report["audio"] == dict.fromkeys(("wav", "flac", "mp3", "vorbis"))
 
 
 def test_doctor_says_why_a_format_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

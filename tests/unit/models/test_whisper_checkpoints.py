@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import pytest
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.models.seq2seq.whisper import ModelArgs, sinusoids
+from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.worker.weights.loader import load_model, parameters_of
 from tests.encoder_folders import write_encoder
 from tests.golden_weights import golden_weight
@@ -100,3 +102,24 @@ def test_without_its_name_a_trunk_is_read_too(tmp_path: Path) -> None:
         mx.array_equal(array, parameters_of(whole)[name])
         for name, array in parameters_of(own).items()
     )
+
+
+def test_the_file_of_mlx_community_is_read(tmp_path: Path) -> None:
+    config = read_seq2seq("whisper")["config"]
+    shapes = read_seq2seq("whisper")["weights"]
+    weights = {name: mx.array(golden_weight(name, shape)) for name, shape in shapes.items()}
+    folder = write_encoder(tmp_path, config, weights)
+    settings = ModelConfig(dtype="float32")
+    usual = parameters_of(load_model(settings, folder).model)
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    other = parameters_of(load_model(settings, folder).model)
+    assert all(mx.array_equal(array, usual[name]) for name, array in other.items())
+
+
+def test_the_older_file_is_refused_with_what_converts_it(tmp_path: Path) -> None:
+    config = read_seq2seq("whisper")["config"]
+    folder = write_encoder(tmp_path, config, {"x": mx.zeros(1)})
+    (folder / "model.safetensors").unlink()
+    mx.savez(str(folder / "weights.npz"), x=mx.zeros(1))
+    with pytest.raises(ModelLoadError, match=r"mx\.save_safetensors"):
+        load_model(ModelConfig(), folder)
