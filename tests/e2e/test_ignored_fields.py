@@ -28,6 +28,8 @@ OWN_READING = {
     "/update_weights_from_tensor",
     "/v1/files",
     "/v1/uploads/{upload_id}/parts",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
     "/v1/rl/act",
     "/v2/models/{name}/infer",
 }

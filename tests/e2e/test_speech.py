@@ -163,7 +163,7 @@ def test_a_language_a_prompt_and_a_seed_change_the_text(client: openai.OpenAI) -
     ]
     texts = {hear(client, model=RANDOM, **(DRAWN | each)).text for each in settings}
     assert len(texts) == len(settings), texts
-    assert hear(client, model=RANDOM, **(DRAWN | {"language": "German"})).text in texts
+    assert hear(client, model=RANDOM, language="German", **DRAWN).text in texts
 
 
 def test_batches_have_recordings_as_data_urls(client: openai.OpenAI) -> None:
