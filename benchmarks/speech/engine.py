@@ -63,6 +63,7 @@ class Job:
         streams: their number.
         quiet_s: for how long streams run without clips, before and after them.
         stall_ms: ``--max-decode-stall-ms``; None: no limit.
+        step_tokens: ``--max-num-batched-tokens``; None: that of the device.
         features: a file that gets the features of all clips, for the other side; empty for none.
     """
 
@@ -77,6 +78,7 @@ class Job:
     streams: int = 0
     quiet_s: float = 1.0
     stall_ms: float | None = None
+    step_tokens: int | None = None
     features: str = ""
 
 
@@ -124,7 +126,9 @@ class Bench:
                 # Each measurement encodes its clips itself.
                 cache=CacheConfig(enable_prefix_caching=False),
                 scheduler=SchedulerConfig(
-                    max_num_seqs=max(job.clips, job.streams), max_decode_stall_ms=job.stall_ms
+                    max_num_seqs=max(job.clips, job.streams),
+                    max_decode_stall_ms=job.stall_ms,
+                    max_num_batched_tokens=job.step_tokens,
                 ),
             )
         )
