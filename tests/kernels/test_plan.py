@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.chunk_plan import LONG_CHUNK
-from mlx_parallm.worker.attention.kernel_plan import HeldTables, KernelPlan
+from mlx_parallm.worker.attention.kernel_plan import Division, HeldTables, KernelPlan
 from mlx_parallm.worker.attention.key_spans import MIN_SPAN
 
 BLOCK_SIZE = 16
+DIVISION = Division(heads=8, threadgroups=512)
 #: Sequences: (positions already computed, tokens of the step).
 SEQUENCES = st.lists(
     st.tuples(st.integers(0, 5000), st.sampled_from([1, 1, 1, 2, LONG_CHUNK - 1, LONG_CHUNK, 40])),
@@ -44,7 +45,7 @@ def test_items_are_what_rows_see(
     sequences: list[tuple[int, int]], window: int | None, heads: int, threadgroups: int
 ) -> None:
     plan = KernelPlan(scheduled(sequences), BLOCK_SIZE)
-    work = plan.work(window, heads, threadgroups)
+    work = plan.work(window, Division(heads, threadgroups))
     items = np.array(work.items)
     wanted, row, sequence = [], 0, 0
     for start, count in sequences:
@@ -86,8 +87,8 @@ def test_items_with_positions_are_those_of_all_rows(
     assert np.array_equal(np.array(rows.slots), np.array(plan.slots))
     positions = [start + i for start, count in sequences for i in range(count)]
     assert rows.num_rows == len(positions)
-    work = rows.work(window, 8, threadgroups, True)
-    without = rows.work(window, 8, threadgroups)
+    work = rows.work(window, Division(8, threadgroups), True)
+    without = rows.work(window, Division(8, threadgroups))
     items = np.array(work.items)
     assert np.array_equal(items[:, :4], np.array(without.items))
     is_item = items[:, 2] < items[:, 3]
@@ -150,7 +151,7 @@ def test_padding_is_written_nowhere_and_changes_nothing_else(
     assert np.array(padded.slots).tolist() == [*np.array(plan.slots).tolist(), *[-1] * padding]
     assert (padded.order is None) == (plan.order is None)
     assert padded.num_rows == plan.num_rows
-    work, wanted = padded.work(None, 8, 512), plan.work(None, 8, 512)
+    work, wanted = padded.work(None, DIVISION), plan.work(None, DIVISION)
     assert np.array_equal(np.array(work.items), np.array(wanted.items))
 
 
@@ -165,7 +166,7 @@ def test_padding_is_written_nowhere_and_changes_nothing_else(
 )
 def test_rows_are_cut_by_their_share(sequences: list[tuple[int, int]], num_items: int) -> None:
     plan = KernelPlan(scheduled(sequences), BLOCK_SIZE)
-    work = plan.work(None, heads=8, threadgroups=512)
+    work = plan.work(None, DIVISION)
     items = np.array(work.items)
     assert (items[:, 2] < items[:, 3]).sum() == num_items
     assert (work.spans is None) == (num_items == len(sequences))
@@ -173,5 +174,5 @@ def test_rows_are_cut_by_their_share(sequences: list[tuple[int, int]], num_items
 
 def test_work_is_made_once() -> None:
     plan = KernelPlan(scheduled([(100, 1)]), BLOCK_SIZE)
-    assert plan.work(None, 8, 512) is plan.work(None, 8, 512)
-    assert plan.work(None, 8, 512) is not plan.work(50, 8, 512)
+    assert plan.work(None, DIVISION) is plan.work(None, DIVISION)
+    assert plan.work(None, DIVISION) is not plan.work(50, DIVISION)

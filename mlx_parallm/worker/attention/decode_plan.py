@@ -14,7 +14,13 @@ import numpy as np
 
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.chunk_plan import LongChunk
-from mlx_parallm.worker.attention.kernel_plan import HeldTables, Work, WorkKind, row_work
+from mlx_parallm.worker.attention.kernel_plan import (
+    Division,
+    HeldTables,
+    Work,
+    WorkKind,
+    row_work,
+)
 
 
 @dataclass(slots=True)
@@ -31,11 +37,9 @@ class DecodePlan:
     chunks: list[LongChunk] = field(default_factory=list)
     order: None = None
 
-    def work(
-        self, window: int | None, heads: int, threadgroups: int, has_positions: bool = False
-    ) -> Work:
+    def work(self, window: int | None, division: Division, has_positions: bool = False) -> Work:
         """See ``KernelPlan.work``; raise KeyError for a kind that was not planned."""
-        return self.works[window, heads, threadgroups, has_positions]
+        return self.works[window, division, has_positions]
 
     def by_rows(self) -> DecodePlan:
         """See ``KernelPlan.by_rows``."""

@@ -12,13 +12,22 @@ from mlx_parallm.kernels.kernel import Kernel
 from mlx_parallm.kernels.language import Tuning
 from mlx_parallm.worker.attention.base import Scores
 from mlx_parallm.worker.attention.decode_plan import DecodePlan
-from mlx_parallm.worker.attention.kernel_plan import KernelPlan, Work
+from mlx_parallm.worker.attention.kernel_plan import Division, KernelPlan, Work
 from mlx_parallm.worker.attention.kernel_pool import VECTOR, WARP, KernelPool, PoolLayout, lanes_for
 
 LOG2_E = math.log2(math.e)
 
 # TILE_BITS: size of the keys of a tile, 32 registers of each lane.
 TILE_BITS = WARP * 32 * 32
+# TENSOR_DIMS: sizes of keys and values, TENSOR_KEYS keys of a tile, and TENSOR_HEADS query heads of
+# the kernel for tensor cores.
+TENSOR_DIMS = (64, 128)
+TENSOR_KEYS = 16
+TENSOR_HEADS = 8
+# TENSOR_THREADGROUPS: two of 128 threads on each of an H100's 132 processors, whose loads are as
+# many as the memory takes. LEAST_KEYS of an item: with fewer, to merge takes longer than it saves.
+TENSOR_THREADGROUPS = 264
+LEAST_KEYS = 512
 _INPUTS = ("queries", "items", "tables", "previous")
 _PARTS = ("part_sums", "part_stats")
 
@@ -81,12 +90,36 @@ class AttendKind:
         """Return the threads of a threadgroup."""
         return self.tuning.warps * WARP
 
+    @property
+    def suits_tensor_cores(self) -> bool:
+        """True if ``tensor_cores/decode.cu`` takes such layers."""
+        layout, shape = self.layout, self.layout.shape
+        return (
+            layout.quantisation is None
+            and shape.dtype in (mx.bfloat16, mx.float16)
+            and layout.block_size % TENSOR_KEYS == 0
+            and shape.key_dim in TENSOR_DIMS
+            and shape.value_dim in TENSOR_DIMS
+            and -(-self.share // self.parts) <= TENSOR_HEADS
+            and not self.has_bias
+        )
+
 
 class AttendKernels:
     """The decode kernels of one kind."""
 
-    def __init__(self, kind: AttendKind, builder: KernelBuilder) -> None:
+    def __init__(
+        self, kind: AttendKind, builder: KernelBuilder, *, has_tensor_cores: bool = False
+    ) -> None:
         self._kind = kind
+        self._text, self._headers = "attend.metal", ("common.metal",)
+        self._division = Division(kind.heads_per_item, kind.tuning.threadgroups)
+        if has_tensor_cores and kind.suits_tensor_cores:
+            self._text = "tensor_cores/decode.cu"
+            self._headers = ("common.metal", "tensor_cores/tensor.cu")
+            self._division = Division(
+                kind.heads_per_item, min(TENSOR_THREADGROUPS, kind.tuning.threadgroups), LEAST_KEYS
+            )
         self._builder = builder
         self._made: dict[str, Kernel] = {}
         self._is_prepared = False
@@ -123,7 +156,7 @@ class AttendKernels:
     ) -> mx.array:
         """Return the attention of the plan's short rows, ``[R, H, 1, V]``."""
         kind = self._kind
-        work = plan.work(scores.window, self._per_item, kind.tuning.threadgroups, kind.has_bias)
+        work = plan.work(scores.window, self._division, kind.has_bias)
         return self._attend(pool, work, plan.tables, plan.num_rows, queries, scores)
 
     def _attend(
@@ -181,10 +214,10 @@ class AttendKernels:
         bias = ("bias",) if self._kind.has_bias else ()
         inputs = (*_INPUTS, *self._kind.layout.pools, *bias)
         if name == "split":
-            return KernelSpec("attend.metal", inputs, _PARTS)
+            return KernelSpec(self._text, inputs, _PARTS, self._headers)
         if name == "merge":
             return KernelSpec("merge.metal", (*_PARTS, "spans", *sinks), ("output",))
-        return KernelSpec("attend.metal", (*inputs, *sinks), ("output",))
+        return KernelSpec(self._text, (*inputs, *sinks), ("output",), self._headers)
 
     def _constants(self, name: str) -> dict[str, Constant]:
         kind, layout = self._kind, self._kind.layout

@@ -20,7 +20,7 @@ from mlx_parallm.worker.attention.chunk_plan import (
     output_order,
     slots_of,
 )
-from mlx_parallm.worker.attention.key_spans import cut_items, decode_span, offsets
+from mlx_parallm.worker.attention.key_spans import MIN_SPAN, cut_items, decode_span, offsets
 
 MIN_TABLE = 8
 
@@ -40,8 +40,23 @@ class Work:
     spans: mx.array | None
 
 
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The division of a step's keys among threadgroups.
+
+    Attributes:
+        heads: threadgroups per item.
+        threadgroups: how many shall run at once.
+        least_keys: of an item, if the row has as many.
+    """
+
+    heads: int
+    threadgroups: int
+    least_keys: int = MIN_SPAN
+
+
 #: ``WorkKind``: the arguments of ``KernelPlan.work``.
-WorkKind = tuple[int | None, int, int, bool]
+WorkKind = tuple[int | None, Division, bool]
 
 
 def row_work(
@@ -53,15 +68,17 @@ def row_work(
     there are few shapes: their share of the threadgroups and, per row, what is left at both ends.
     Padding items have no keys.
     """
-    window, heads, threadgroups, has_positions = kind
+    window, division, has_positions = kind
     starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
-    span = decode_span(starts, ends, heads / threadgroups)
+    share = division.heads / division.threadgroups
+    span = decode_span(starts, ends, share, division.least_keys)
     items, firsts, counts = cut_items(rows, tables, starts, ends, span)
     if has_positions:
         items = np.column_stack([items, (ends - 1).repeat(counts)])
     if len(items) == len(rows):
         return items, None
-    size = (threadgroups // heads + 2 * len(rows), items.shape[1])
+    num_shares = division.threadgroups // division.heads
+    size = (num_shares + 2 * len(rows), items.shape[1])
     padded = np.zeros(size, dtype=items.dtype)
     padded[: len(items)] = items
     return padded, np.stack([firsts, counts], axis=1)
@@ -142,18 +159,15 @@ class KernelPlan:
         self._ends = starts.repeat(counts) + within + 1
         self.num_rows = len(self._rows)
 
-    def work(
-        self, window: int | None, heads: int, threadgroups: int, has_positions: bool = False
-    ) -> Work:
+    def work(self, window: int | None, division: Division, has_positions: bool = False) -> Work:
         """Return the items of attention within ``window``; cached for the layers of a step.
 
         Args:
             window: as in ``AttentionBackend.attend``.
-            heads: threadgroups per item.
-            threadgroups: how many shall run at once.
+            division: how keys are divided.
             has_positions: True if items have the positions of their rows.
         """
-        key = (window, heads, threadgroups, has_positions)
+        key = (window, division, has_positions)
         if key not in self._work:
             items, spans = row_work(self._rows, self._sequences, self._ends, key)
             self._work[key] = Work(int32(items), None if spans is None else int32(spans))

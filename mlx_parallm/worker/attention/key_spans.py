@@ -11,7 +11,7 @@ import numpy as np
 
 from mlx_parallm.types.shape_buckets import rounded_up
 
-# MIN_SPAN: fewest keys per threadgroup; below, merging would cost more.
+# MIN_SPAN: fewest keys per threadgroup; below, merging would cost more. Spans are multiples of it.
 MIN_SPAN = 64
 # SPANS_PER_OCTAVE: sizes of decode's items between a power of two and the next.
 SPANS_PER_OCTAVE = 8
@@ -25,16 +25,19 @@ FULL_TURNS = 4
 ITEM_KEYS, MERGE_KEYS = 256, 512
 
 
-def decode_span(starts: np.ndarray, ends: np.ndarray, share: float) -> int:
+def decode_span(starts: np.ndarray, ends: np.ndarray, share: float, least: int = MIN_SPAN) -> int:
     """Return the keys of an item of the decode kernel, for rows of keys ``starts .. ends - 1``.
 
-    It is about the share of all keys that keeps every threadgroup equally busy: a batch of many
-    rows is not cut, one long row among short ones is. There are at most ``1 / share`` items, and
-    two more per row.
+    The longest row is cut into equal parts, of about the share of all keys that keeps every
+    threadgroup equally busy, or of ``least`` keys if that is more: a batch of many rows is not cut,
+    one long row among short ones is. There are at most ``1 / share`` items, and two more per row.
     """
-    wanted = max(math.ceil((ends - starts).sum() * share), MIN_SPAN)
+    lengths = ends - starts
+    wanted = max(math.ceil(lengths.sum() * share), least)
+    longest = int(lengths.max(initial=1))
+    part = math.ceil(longest / max(1, round(longest / wanted)))
     # Rounding keeps the size while contexts grow, and with it the sums of most items.
-    return rounded_up(wanted, MIN_SPAN, 2 * SPANS_PER_OCTAVE)
+    return rounded_up(part, MIN_SPAN, 2 * SPANS_PER_OCTAVE)
 
 
 def prefill_span(starts: np.ndarray, ends: np.ndarray, threadgroups: int) -> int:

@@ -198,7 +198,7 @@ def _shapes(max_len: int, limits: StepLimits) -> Iterator[tuple[int, int, int]]:
     for width, count in product(sorted(widths), sorted(counts)):
         # A sequence may be no longer than its table.
         max_end = min(width * limits.block_size, max_len)
-        for end in sorted({min(end, max_end) for end in (2, MIN_SPAN + 1)}):
+        for end in sorted({min(2, max_end), max_end}):
             yield width, count, end
 
 

@@ -48,6 +48,11 @@ unsigned packed(float low, float high, T) {
   return word;
 }
 
+inline float from_lane(float x, int lane) {
+  const uint64_t number = shim::bits_of(x);
+  return shim::float_of((unsigned)shim::meet(number, 0, __LINE__)[lane]);
+}
+
 inline float power(float x) { return exp2f(x); }
 
 struct Fetch {

@@ -101,13 +101,23 @@ def test_the_check_at_start_has_a_chunk_whose_keys_are_cut(kv_heads: int, share:
 @given(
     lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=200),
     threadgroups=st.integers(1, 64),
+    least=st.sampled_from([MIN_SPAN, 512]),
 )
-def test_decode_items_are_little_more_than_their_share(
-    lengths: list[int], threadgroups: int
+def test_decode_items_are_about_their_share(
+    lengths: list[int], threadgroups: int, least: int
 ) -> None:
     ends = np.array(lengths)
-    span = decode_span(np.zeros_like(ends), ends, 1 / threadgroups)
-    share = sum(lengths) / threadgroups
+    span = decode_span(np.zeros_like(ends), ends, 1 / threadgroups, least)
+    share = max(sum(lengths) / threadgroups, least)
     assert span % MIN_SPAN == 0
-    assert share <= span <= max(1.125 * share + 1, share + MIN_SPAN)
+    assert min(max(lengths), 2 / 3 * share) <= span <= max(1.7 * share, share + MIN_SPAN)
     assert (-(-ends // span)).sum() <= threadgroups + 2 * len(lengths)
+
+
+def test_rows_that_are_little_longer_than_their_share_are_not_cut() -> None:
+    for length in (64, 513, 520, 700, 760):
+        ends = np.full(32, length)
+        assert decode_span(np.zeros_like(ends), ends, 1 / 32, 512) >= length
+    # Longer ones are cut into equal parts.
+    ends = np.full(32, 1600)
+    assert decode_span(np.zeros_like(ends), ends, 1 / 64) == 832

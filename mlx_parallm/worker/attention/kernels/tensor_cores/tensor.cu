@@ -39,6 +39,9 @@ inline unsigned packed(float low, float high, __half) {
   return *(const unsigned*)&both;
 }
 
+// Returns another lane's number.
+inline float from_lane(float x, int lane) { return __shfl_sync(0xffffffff, x, lane); }
+
 // Returns 2 to the power of x; 0 for subnormal results and numbers.
 inline float power(float x) {
   float result;
