@@ -41,4 +41,10 @@ inline float tanh(float x) {
 inline float log(float x) {
   return logf(x);
 }
+inline float cos(float x) {
+  return cosf(x);
+}
+inline float sin(float x) {
+  return sinf(x);
+}
 }  // namespace precise

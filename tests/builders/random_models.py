@@ -14,6 +14,8 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.kernels.language import CudaLanguage
 from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.layers.attention_heads import use_head_kernels
+from mlx_parallm.worker.layers.block_kernels import BlockKernels, use_block_kernels
 from mlx_parallm.worker.layers.delta_net import NetKernels, use_net_kernels
 from mlx_parallm.worker.layers.expert_kernel import ExpertKernel, use_expert_layers
 from mlx_parallm.worker.layers.row_kernel import RowKernel
@@ -198,6 +200,8 @@ def flatten(model: RandomModel) -> None:
         use_expert_layers(model.model, ExpertKernel(CudaLanguage()))
         use_state_layers(model.model, ConvolutionKernel(CudaLanguage()))
         use_net_kernels(model.model, NetKernels(CudaLanguage()))
+        use_head_kernels(model.model, CudaLanguage())
+        use_block_kernels(model.model, BlockKernels(CudaLanguage()))
 
 
 def stock_model(config: dict[str, Any]) -> Any:

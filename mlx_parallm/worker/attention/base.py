@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.heads import HeadInputs, HeadSettings
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 
 #: ``BLOCK_LAYOUT``: the form of a block's bytes in all backends: keys, values and, if quantised,
@@ -196,6 +197,21 @@ class AttentionBackend(Protocol):
 
         Otherwise every later step would try to compute them again.
         """
+        ...
+
+
+@runtime_checkable
+class HeadMaker(AttentionBackend, Protocol):
+    """A backend that makes heads of a layer's products, and writes keys and values, in one go."""
+
+    def makes_heads(self, pool: LayerPool, dtype: mx.Dtype) -> bool:
+        """True if it makes heads for this pool of products of this dtype."""
+        ...
+
+    def make_heads(
+        self, pool: LayerPool, plan: Any, settings: HeadSettings, inputs: HeadInputs
+    ) -> mx.array:
+        """Write a step's keys and values into the pool; return its queries, ``[T, H, 1, D]``."""
         ...
 
 

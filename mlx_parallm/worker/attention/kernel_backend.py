@@ -19,7 +19,9 @@ from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import BLOCK_LAYOUT, LayerPool, LayerShape, Scores
 from mlx_parallm.worker.attention.chunk_plan import LARGE_WORK, LongChunk
 from mlx_parallm.worker.attention.decode_plan import DecodePlan, DecodeRows
+from mlx_parallm.worker.attention.heads import HeadInputs, HeadSettings
 from mlx_parallm.worker.attention.kernel_attend import AttendKernels, AttendKind
+from mlx_parallm.worker.attention.kernel_heads import HeadKernels
 from mlx_parallm.worker.attention.kernel_moves import MoveKernels
 from mlx_parallm.worker.attention.kernel_plan import HeldTables, KernelPlan, WorkKind
 from mlx_parallm.worker.attention.kernel_pool import (
@@ -67,6 +69,7 @@ class KernelAttention:
         self._large_work = large_work
         self._builder = KernelBuilder(language, TEXTS, "paged", argument_dtype)
         self._moves: dict[PoolLayout, MoveKernels] = {}
+        self._heads: dict[PoolLayout, HeadKernels] = {}
         self._attend: dict[AttendKind, AttendKernels] = {}
         self._prefill: dict[PrefillKind, PrefillKernels] = {}
         self._forget_tables()
@@ -199,6 +202,19 @@ class KernelAttention:
         kernel_pool = _kernel_pool(pool)
         self._move_kernels(kernel_pool).write(kernel_pool, plan.slots, keys, values)
 
+    def makes_heads(self, pool: LayerPool, dtype: mx.Dtype) -> bool:
+        """See ``HeadMaker.makes_heads``."""
+        kernel_pool = _kernel_pool(pool)
+        kernels = self._head_kernels(kernel_pool)
+        return kernels.is_supported and kernel_pool.layout.shape.dtype == dtype
+
+    def make_heads(
+        self, pool: LayerPool, plan: Plan, settings: HeadSettings, inputs: HeadInputs
+    ) -> mx.array:
+        """See ``HeadMaker.make_heads``."""
+        kernel_pool = _kernel_pool(pool)
+        return self._head_kernels(kernel_pool).run(kernel_pool, plan.slots, settings, inputs)
+
     def attend(
         self,
         pool: LayerPool,
@@ -282,6 +298,14 @@ class KernelAttention:
             moves = pool.kernels["moves"] = self._moves_of(pool.layout)
         return moves
 
+    def _head_kernels(self, pool: KernelPool) -> HeadKernels:
+        kernels = pool.kernels.get("heads")
+        if kernels is None:
+            layout = pool.layout
+            made = self._heads.setdefault(layout, HeadKernels(layout, self._builder))
+            kernels = pool.kernels["heads"] = made
+        return kernels
+
     def _layer_kernels(self, pool: KernelPool, heads: int, scores: Scores) -> _LayerKernels:
         has_sinks, has_bias = scores.sinks is not None, scores.distance_bias is not None
         key = (heads, scores.scale, scores.window, scores.soft_cap, has_sinks, has_bias)
@@ -312,7 +336,9 @@ class KernelAttention:
         )
         kernels = self._attend.get(kind)
         if kernels is None:
-            kernels = self._attend[kind] = AttendKernels(kind, self._builder)
+            kernels = self._attend[kind] = AttendKernels(
+                kind, self._builder, has_tensor_cores=self._language.has_tensor_cores
+            )
         return kernels
 
     def _prefill_kernels(

@@ -25,6 +25,8 @@ WORD = 32
 # Arguments with the same dtype in all kernels.
 _DTYPES = {
     **dict.fromkeys(("items", "tables", "table", "previous", "slots", "spans", "ends"), mx.int32),
+    "positions": mx.int32,
+    "frequencies": mx.float32,
     **dict.fromkeys(("sources", "targets", "token"), mx.int32),
     **dict.fromkeys(("part_sums", "part_stats", "bias"), mx.float32),
     **dict.fromkeys(("ids", "contents"), mx.uint32),

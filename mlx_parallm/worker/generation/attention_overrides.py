@@ -19,6 +19,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_parallm.worker.generation.paged_cache import PackedStep, PagedLayerCache
+from mlx_parallm.worker.layers.attention_heads import LAYERS, inputs_of, settings_of
+from mlx_parallm.worker.layers.block_kernels import BLOCKS, MLPS, run_block, run_mlp
 
 Override = Callable[..., mx.array | None]
 
@@ -63,7 +65,45 @@ def soft_capped_attention(
     return module.o_proj(output.swapaxes(1, 2).reshape(rows, 1, -1))
 
 
+def attention_of_made_heads(
+    step: PackedStep, module: Any, x: mx.array, mask: Any = None, cache: Any = None
+) -> mx.array | None:
+    """Return the output of a layer whose heads one kernel makes; arguments are as above.
+
+    None if the layer, the backend or the cache is not made for it.
+    """
+    if "_makes_heads" not in module or module.training:
+        return None
+    if not isinstance(cache, PagedLayerCache) or not cache.makes_heads(x.dtype):
+        return None
+    settings = settings_of(module)
+    assert settings is not None, "the layer was marked"
+    queries = cache.make_heads(settings, inputs_of(module, x, cache.offset))
+    output = step.attend(queries, cache.keys, scale=module.scale, mask=mask, sinks=None)
+    assert output is not None, "the cache has made its pool known to the step"
+    return module.o_proj(output.reshape(x.shape[0], 1, -1))
+
+
+def block_of_kernels(
+    _step: PackedStep, module: Any, x: mx.array, mask: Any = None, cache: Any = None
+) -> mx.array | None:
+    """Return a block's output, whose residual and norm are one kernel; None without kernels."""
+    if "_kernels" not in module or module.training or not isinstance(cache, PagedLayerCache):
+        return None
+    return run_block(module, x, mask, cache)
+
+
+def mlp_of_kernels(_step: PackedStep, module: Any, x: mx.array) -> mx.array | None:
+    """Return an MLP's output, whose SwiGLU is one kernel; None without kernels or rows."""
+    if "_kernels" not in module or module.training or x.ndim != 3 or x.shape[1] != 1:
+        return None
+    return run_mlp(module, x)
+
+
 #: The replacements, by module and class name of mlx_lm.
 ATTENTION_OVERRIDES: Mapping[tuple[str, str], Override] = {
     ("mlx_lm.models.gemma2", "Attention"): soft_capped_attention,
+    **dict.fromkeys(LAYERS, attention_of_made_heads),
+    **dict.fromkeys(BLOCKS, block_of_kernels),
+    **dict.fromkeys(MLPS, mlp_of_kernels),
 }

@@ -16,10 +16,12 @@ from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import (
     AttentionBackend,
     CompilableAttention,
+    HeadMaker,
     LayerPool,
     LayerShape,
 )
 from mlx_parallm.worker.attention.dense import TwoWayRows
+from mlx_parallm.worker.attention.heads import HeadInputs, HeadSettings
 from mlx_parallm.worker.device.allocator import limit_arrays
 from mlx_parallm.worker.device.properties import allocate
 from mlx_parallm.worker.layers.kept_states import StateNotes
@@ -311,6 +313,18 @@ class PagedLayerCache:
         """Write keys ``[T, K, 1, D]`` and values; return the pools, which the seam recognises."""
         self._step.backend.write(self._pool, self._step.plan, keys, values)
         return self.keys_and_values()
+
+    def makes_heads(self, dtype: mx.Dtype) -> bool:
+        """True if ``make_heads`` applies to products of this dtype."""
+        backend = self._step.backend
+        return isinstance(backend, HeadMaker) and backend.makes_heads(self._pool, dtype)
+
+    def make_heads(self, settings: HeadSettings, inputs: HeadInputs) -> mx.array:
+        """Write the keys and values of a layer's products; return its queries ``[T, H, 1, D]``."""
+        backend = self._step.backend
+        assert isinstance(backend, HeadMaker), "see makes_heads"
+        self._step.register(self._pool, self._window)
+        return backend.make_heads(self._pool, self._step.plan, settings, inputs)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return the pools without a write, for layers that share another layer's KV."""

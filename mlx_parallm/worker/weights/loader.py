@@ -32,6 +32,8 @@ from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.device.ranks import Ranks, agreed, all_succeed
+from mlx_parallm.worker.layers.attention_heads import use_head_kernels
+from mlx_parallm.worker.layers.block_kernels import BlockKernels, use_block_kernels
 from mlx_parallm.worker.layers.delta_net import NetKernels, use_net_kernels
 from mlx_parallm.worker.layers.expert_kernel import ExpertKernel, use_expert_layers
 from mlx_parallm.worker.layers.row_kernel import RowKernel
@@ -233,6 +235,8 @@ def _cuda_kernels(model: nn.Module, trials: KernelTrials | None) -> list[Callabl
         partial(use_expert_layers, model, ExpertKernel(language), trials),
         partial(use_state_layers, model, ConvolutionKernel(language), trials),
         partial(use_net_kernels, model, NetKernels(language), trials),
+        partial(use_head_kernels, model, language, trials),
+        partial(use_block_kernels, model, BlockKernels(language), trials),
     ]
 
 

@@ -12,11 +12,13 @@
 
 // Not <cmath>, which would take longer to compile than all the rest.
 extern "C" {
+float cosf(float);
 float exp2f(float);
 float fmaxf(float, float);
 float fminf(float, float);
 float logf(float);
 float rintf(float);
+float sinf(float);
 float sqrtf(float);
 float tanhf(float);
 }
@@ -28,6 +30,7 @@ static inline float exp2(float x) { return exp2f(x); }
 static inline float fmax(float x, float y) { return fmaxf(x, y); }
 static inline float fmin(float x, float y) { return fminf(x, y); }
 static inline float rint(float x) { return rintf(x); }
+static inline float rsqrt(float x) { return 1.0f / sqrtf(x); }
 
 namespace shim {
 

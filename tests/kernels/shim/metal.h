@@ -45,4 +45,6 @@ static inline To as_type(From from) {
 namespace precise {
 static inline float tanh(float x) { return tanhf(x); }
 static inline float log(float x) { return logf(x); }
+static inline float cos(float x) { return cosf(x); }
+static inline float sin(float x) { return sinf(x); }
 }  // namespace precise

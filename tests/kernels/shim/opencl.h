@@ -43,6 +43,7 @@ float exp2(float x);
 float fmax(float x, float y);
 float fmin(float x, float y);
 float rint(float x);
+float rsqrt(float x);
 template <typename N>
 N min(N x, N y) {
   return x < y ? x : y;
@@ -54,4 +55,6 @@ N max(N x, N y) {
 namespace precise {
 float tanh(float x);
 float log(float x);
+float cos(float x);
+float sin(float x);
 }  // namespace precise

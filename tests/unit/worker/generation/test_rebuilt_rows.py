@@ -122,6 +122,10 @@ FROM_NOTHING: dict[str, tuple[set[str], set[str]]] = {
         TOKENS,
         {"adapter_slot", "version", "source", "inputs", "rope_offsets"} | OF_CHOICE,
     ),
+    "worker/layers/attention_heads.py": (
+        TOKENS,
+        {"adapter_slot", "version", "source", "inputs", "rope_offsets"} | OF_CHOICE,
+    ),
     "worker/timing/tunings.py": (
         TOKENS,
         {"adapter_slot", "version", "source", "inputs", "rope_offsets"} | OF_CHOICE,

@@ -1,0 +1,182 @@
+"""Kernels of a transformer block between its products: residual with norm, and SwiGLU.
+
+MLX runs two operations for each, and SwiGLU over columns of one product reads them slowly
+(``docs/decisions/053-fewer-kernels-a-layer.md``).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
+
+from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
+from mlx_parallm.kernels.language import KernelLanguage
+from mlx_parallm.worker.device.kernel_trial import KernelTrials, largest_error, why_off
+from mlx_parallm.worker.layers.kernels import HEADERS, TEXTS
+from mlx_parallm.worker.layers.row_layers import Columns, part_of
+
+# VECTOR: neighbouring numbers that a thread takes, 16 bytes in 16-bit types.
+VECTOR = 8
+WARP = 32
+# NORM_WARPS and GATE_WARPS of a threadgroup.
+NORM_WARPS, GATE_WARPS = 8, 4
+# MAX_SIZE: a thread keeps its numbers of a row in registers.
+MAX_SIZE = NORM_WARPS * WARP * VECTOR * 8
+DTYPES = (mx.bfloat16, mx.float16)
+# MAX_ERROR is in parts of the largest value: a rounding or two of 16-bit numbers.
+MAX_ERROR = 0.01
+# ROWS of a trial.
+ROWS = 3
+_MODULES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+#: ``BLOCKS``: mlx_lm's blocks of this form, by module and class name.
+BLOCKS = frozenset(
+    (f"mlx_lm.models.{name}", kind)
+    for name in _MODULES
+    for kind in ("TransformerBlock", "Qwen3MoeDecoderLayer")
+    if (kind == "TransformerBlock") == (name != "qwen3_moe")
+)
+#: ``MLPS``: mlx_lm's MLPs of this form, by module and class name.
+MLPS = frozenset((f"mlx_lm.models.{name}", "MLP") for name in _MODULES)
+
+
+class BlockKernels:
+    """The kernels of blocks; each variant is compiled once."""
+
+    def __init__(self, language: KernelLanguage) -> None:
+        """Prepare to build kernels in ``language``: CUDA's, or a test's stand-in for it."""
+        self._builder = KernelBuilder(language, TEXTS, "blocks")
+
+    def add_norm(
+        self, x: mx.array, change: mx.array, weight: mx.array, epsilon: float
+    ) -> tuple[mx.array, mx.array]:
+        """Return ``x + change`` and its RMSNorm; both arguments are ``[T, 1, N]``."""
+        size = x.shape[-1]
+        constants: dict[str, Constant] = {
+            "T": x.dtype,
+            "SIZE": size,
+            "VEC": VECTOR,
+            "WARPS": NORM_WARPS,
+            "EPSILON": float(epsilon),
+        }
+        spec = KernelSpec("add_norm.cu", ("x", "change", "weight"), ("sum", "normalised"), HEADERS)
+        threads = NORM_WARPS * WARP
+        total, normalised = self._builder.kernel(spec, constants)(
+            inputs=[x, change, weight],
+            output_shapes=[x.shape, x.shape],
+            output_dtypes=[x.dtype, x.dtype],
+            grid=(x.shape[0] * threads, 1, 1),
+            threadgroup=(threads, 1, 1),
+        )
+        return total, normalised
+
+    def gate(self, gates: Columns, numbers: Columns, size: int) -> mx.array:
+        """Return ``silu(gates) * numbers``, ``[T, 1, size]``."""
+        matrix = gates.matrix
+        constants: dict[str, Constant] = {
+            "T": matrix.dtype,
+            "SIZE": size,
+            "VEC": VECTOR,
+            "WARPS": GATE_WARPS,
+            "FIRST_GATE": gates.first,
+            "FIRST_NUMBER": numbers.first,
+        }
+        spec = KernelSpec("gate.cu", ("gates", "numbers"), ("products",), HEADERS)
+        threads = GATE_WARPS * WARP
+        groups = -(-matrix.shape[0] * (size // VECTOR) // threads)
+        return self._builder.kernel(spec, constants)(
+            inputs=[matrix, numbers.matrix],
+            output_shapes=[(matrix.shape[0], 1, size)],
+            output_dtypes=[matrix.dtype],
+            grid=(groups * threads, 1, 1),
+            threadgroup=(threads, 1, 1),
+        )[0]
+
+
+def use_block_kernels(
+    model: nn.Module, kernels: BlockKernels, trials: KernelTrials | None = None
+) -> int:
+    """Mark a model's blocks and MLPs for which the kernels are right; return how many are.
+
+    They use them only in packed forwards of this package, see ``attention_overrides``.
+    """
+    all_trials = trials or KernelTrials()
+    norms, gates = (
+        all_trials.of("the kernel of residuals is"),
+        all_trials.of("the kernel of SwiGLU is"),
+    )
+    marked = 0
+    for module in model.modules():
+        kind = type(module).__module__, type(module).__name__
+        if kind in BLOCKS:
+            norm = module.post_attention_layernorm
+            shape = norm.weight.size, norm.eps, norm.weight.dtype
+            is_right = norms.agree(shape, partial(why_no_norm, kernels, norm))
+        elif kind in MLPS:
+            shape = module.gate_proj.weight.shape, module.gate_proj.weight.dtype
+            is_right = gates.agree(shape, partial(why_no_gate, kernels, module))
+        else:
+            continue
+        if is_right:
+            module["_kernels"] = kernels
+            marked += 1
+    return marked
+
+
+def run_block(block: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:
+    """Return the output of a marked block of mlx_lm."""
+    kernels: BlockKernels = block["_kernels"]
+    norm = block.post_attention_layernorm
+    change = block.self_attn(block.input_layernorm(x), mask, cache)
+    hidden, normalised = kernels.add_norm(x, change, norm.weight, norm.eps)
+    return hidden + block.mlp(normalised)
+
+
+def run_mlp(mlp: Any, x: mx.array) -> mx.array:
+    """Return the output of a marked MLP of mlx_lm for rows, ``[T, 1, hidden]``."""
+    kernels: BlockKernels = mlp["_kernels"]
+    gates = part_of(mlp.gate_proj, mlp.gate_proj, x)
+    numbers = part_of(mlp.up_proj, mlp.up_proj, x)
+    return mlp.down_proj(kernels.gate(gates.columns, numbers.columns, gates.output.shape[-1]))
+
+
+def why_no_norm(kernels: BlockKernels, norm: Any) -> str | None:
+    """Return why the kernel is not to be used with a norm; None if it agrees with MLX."""
+    size, dtype = norm.weight.size, norm.weight.dtype
+    if type(norm) is not nn.RMSNorm or dtype not in DTYPES:
+        return f"{type(norm).__name__} of {dtype}"
+    if size % VECTOR or size > MAX_SIZE:
+        return f"rows of {size} numbers"
+    return why_off(lambda: norm_error(kernels, norm), MAX_ERROR)
+
+
+def norm_error(kernels: BlockKernels, norm: Any) -> float:
+    """Return the largest difference from MLX's operations, in parts of the largest value."""
+    size, dtype = norm.weight.size, norm.weight.dtype
+    x, change = (
+        mx.random.normal((ROWS, 1, size), key=key).astype(dtype)
+        for key in mx.random.split(mx.random.key(0))
+    )
+    expected = x + change, norm(x + change)
+    actual = kernels.add_norm(x, change, norm.weight, norm.eps)
+    return max(map(largest_error, actual, expected))
+
+
+def why_no_gate(kernels: BlockKernels, mlp: Any) -> str | None:
+    """Return why the kernel is not to be used in an MLP; None if it agrees with MLX."""
+    projection = mlp.gate_proj
+    width, dtype = projection.weight.shape[0], projection.get("scales", projection.weight).dtype
+    if width % VECTOR:
+        return f"{width} columns"
+    return why_off(lambda: gate_error(kernels, width, dtype), MAX_ERROR)
+
+
+def gate_error(kernels: BlockKernels, width: int, dtype: mx.Dtype) -> float:
+    """Return the largest difference from MLX's operations, in parts of the largest value."""
+    kind = dtype if dtype in DTYPES else mx.bfloat16
+    both = (4 * mx.random.normal((ROWS, 1, 2 * width), key=mx.random.key(0))).astype(kind)
+    actual = kernels.gate(Columns(both, 0), Columns(both, width), width)
+    return largest_error(actual, swiglu(*mx.split(both, 2, axis=-1)))
