@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.types.shape_buckets import ROW_COUNTS
+from mlx_parallm.types.shape_buckets import padded_rows
 from mlx_parallm.worker.device.kernel_trial import KernelTrials, ShapeTrials
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.layers.packed import packing_of, products_for
@@ -113,7 +113,7 @@ class RowProduct:
 
     def serves(self, x: mx.array) -> bool:
         """True if x is rows of one token each, in a bucketed number and the weights' dtype."""
-        is_rows = x.ndim == 3 and x.shape[1] == 1 and x.shape[0] in ROW_COUNTS
+        is_rows = x.ndim == 3 and x.shape[1] == 1 and padded_rows(x.shape[0]) == x.shape[0]
         return is_rows and (self._packed is not None or x.dtype == self.layers[0]["weight"].dtype)
 
     def take(self, index: int, x: mx.array) -> mx.array:
