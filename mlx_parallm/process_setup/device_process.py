@@ -26,31 +26,36 @@ def prepare_device_process() -> None:
     MLX. A second call does nothing.
     """
     keep_descriptor_limit()
-    enlarge_command_buffers()
+    set_mlx_variables()
     load_openblas()
 
 
-# The size of Metal's command buffers, which MLX reads from the environment once.
+# What MLX reads from the environment once: the size of Metal's command buffers, and whether it
+# launches kernels on CUDA in graphs.
 #
-# MLX ends a command buffer after 40 or 50 kernels, or as many times 2^20 elements of the arrays
-# that they use, weights included (``backend/metal/device.cpp``). A decode step would take dozens.
-# Each costs the GPU about 20 µs, and MLX waits for the GPU when more than ten are under way: the
-# next step could then be submitted only when this one has nearly ended.
+# On a Mac, MLX ends a command buffer after 40 or 50 kernels, or as many times 2^20 elements of the
+# arrays that they use, weights included (``backend/metal/device.cpp``). A decode step would take
+# dozens. Each costs the GPU about 20 µs, and MLX waits for the GPU when more than ten are under
+# way: the next step could then be submitted only when this one has nearly ended.
+#
+# On CUDA, MLX collects kernels in graphs, and captures each call of cuBLASLt to add it to one. To
+# update a graph it waits until the device has run it, so the host hardly gets ahead of the device.
+# Without graphs it launches each kernel (``docs/decisions/053-fewer-kernels-a-layer.md``).
 
 
-def enlarge_command_buffers() -> None:
-    """Have MLX fill larger command buffers on a Mac, unless the environment already limits them.
+def set_mlx_variables() -> None:
+    """Set MLX's variables for this platform, unless the environment already has them.
 
     Call it before MLX uses the GPU.
     """
-    for name, value in default_limits().items():
+    for name, value in default_variables().items():
         os.environ.setdefault(name, value)
 
 
-def default_limits() -> dict[str, str]:
-    """Return MLX's variables that limit command buffers, with a Mac's values; empty elsewhere."""
+def default_variables() -> dict[str, str]:
+    """Return the values of MLX's variables for this platform; without a GPU they do nothing."""
     if sys.platform != "darwin":
-        return {}
+        return {"MLX_USE_CUDA_GRAPHS": "0"}
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "MLX_MAX_OPS_PER_BUFFER": str(OPS_PER_BUFFER),

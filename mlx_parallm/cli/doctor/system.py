@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mlx_parallm.process_setup.device_process import default_limits
+from mlx_parallm.process_setup.device_process import default_variables
 
 # PREFIX: variables of MLX and of this program begin with it.
 PREFIX = "MLX_"
@@ -100,7 +100,7 @@ def system_report(environment: Mapping[str, str] = os.environ) -> SystemReport:
             if name.startswith(PREFIX)
         },
         defaults=tuple(
-            name for name, value in default_limits().items() if environment.get(name) == value
+            name for name, value in default_variables().items() if environment.get(name) == value
         ),
         mac=mac_report(_sysctl()) if system == "darwin" else None,
     )

@@ -25,7 +25,7 @@ from mlx_parallm.cli.doctor.text import _system_rows
 from mlx_parallm.cli.main import main
 from mlx_parallm.cli.settings import SETTINGS
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.process_setup.device_process import enlarge_command_buffers
+from mlx_parallm.process_setup.device_process import set_mlx_variables
 from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.timing import tunings
 from mlx_parallm.worker.timing.kernels import KernelTime
@@ -283,7 +283,7 @@ def test_what_the_user_set_differs_from_what_the_program_sets(
     fake_mac(outputs={"sysctl": ""})
     # A copy, which is dropped when the test has ended.
     monkeypatch.setattr(os, "environ", {} if value is None else {name: value})
-    enlarge_command_buffers()
+    set_mlx_variables()
     report = system_report(os.environ)
     assert len(report.variables) == 2
     assert set(report.variables) - set(report.defaults) == (set() if value is None else {name})

@@ -1,4 +1,4 @@
-"""Macs fill larger command buffers, unless the user says otherwise."""
+"""MLX's variables have this platform's values, unless the user says otherwise."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import pytest
 
 from mlx_parallm.process_setup import device_process
-from mlx_parallm.process_setup.device_process import enlarge_command_buffers, mb_per_buffer
+from mlx_parallm.process_setup.device_process import mb_per_buffer, set_mlx_variables
 
 OPS, MB = "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"
+GRAPHS = "MLX_USE_CUDA_GRAPHS"
 GIB = 1 << 30
 
 
@@ -18,30 +19,36 @@ def a_mac_of_16_gb(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"SC_PAGE_SIZE": 16384, "SC_PHYS_PAGES": 16 * GIB // 16384}
     monkeypatch.setattr(device_process.sys, "platform", "darwin")
     monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
-    for name in (OPS, MB):
-        # Set before deletion, so that both are as before when the test has ended.
+    for name in (OPS, MB, GRAPHS):
+        # Set before deletion, so that all are as before when the test has ended.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
 
-def test_a_mac_fills_larger_ones() -> None:
-    enlarge_command_buffers()
+def test_a_mac_fills_larger_command_buffers() -> None:
+    set_mlx_variables()
     assert (os.environ[OPS], os.environ[MB]) == ("1000", "256")
 
 
 @pytest.mark.parametrize("name", [OPS, MB])
 def test_a_value_of_the_user_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "7")
-    enlarge_command_buffers()
+    set_mlx_variables()
     values = {each: os.environ[each] for each in (OPS, MB)}
     assert values == {OPS: "1000", MB: "256"} | {name: "7"}
 
 
-def test_other_systems_keep_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_keep_their_limits_and_launch_without_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(device_process.sys, "platform", "linux")
-    enlarge_command_buffers()
+    set_mlx_variables()
     assert OPS not in os.environ
     assert MB not in os.environ
+    assert os.environ[GRAPHS] == "0"
+    monkeypatch.setenv(GRAPHS, "1")
+    set_mlx_variables()
+    assert os.environ[GRAPHS] == "1"
 
 
 @pytest.mark.parametrize(("memory_gb", "expected"), [(8, 128), (24, 384), (25, 400), (512, 400)])
