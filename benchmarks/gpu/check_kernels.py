@@ -14,8 +14,8 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 # Long chunks use stock attention, which must not round to TF32; MLX reads this when it is loaded.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
@@ -209,21 +209,37 @@ def measure(
             backend = KernelAttention(
                 BLOCK_SIZE, language, quantisation=quantisation, tuning=tuning
             )
-            micros = layer_time(backend, shape, heads, batch, context)
-            read = batch * context * backend.layout(shape).bytes_per_token
+            layers = attention_layers(backend, shape, heads, batch, context)
+            micros = layer_time(layers)
             print(
                 f"{name:10} batch {batch:3} context {context:5}: {micros:7.1f} us a layer, "
-                f"{read / micros / 1e3:6.0f} GB/s",
+                f"{layers.read_bytes / micros / 1e3:6.0f} GB/s",
                 flush=True,
             )
 
 
-def layer_time(
+@dataclass(frozen=True, slots=True)
+class AttentionLayers:
+    """Layers of one shape, chained as in a model.
+
+    Attributes:
+        count: the number of layers.
+        read_bytes: KV that a layer reads.
+        run: returns the last output, not evaluated; with ``writes`` False layers only attend.
+    """
+
+    count: int
+    read_bytes: int
+    run: Callable[..., mx.array]
+
+
+def attention_layers(
     backend: KernelAttention, shape: LayerShape, heads: int, batch: int, context: int
-) -> float:
-    """Return the median microseconds of one layer's write and attention."""
+) -> AttentionLayers:
+    """Return layers with rows whose blocks lie in random order."""
     blocks = -(-context // BLOCK_SIZE)
-    pool_bytes = batch * blocks * BLOCK_SIZE * backend.layout(shape).bytes_per_token
+    bytes_per_token = backend.layout(shape).bytes_per_token
+    pool_bytes = batch * blocks * BLOCK_SIZE * bytes_per_token
     layers = max(min(LAYERS, MAX_POOL_BYTES // pool_bytes), 1)
     pools = [backend.new_pool(shape, batch * blocks) for _ in range(layers)]
     order = np.random.default_rng(0).permutation(batch * blocks).reshape(batch, blocks).tolist()
@@ -238,16 +254,27 @@ def layer_time(
     new = mx.random.normal((batch, shape.num_kv_heads, 1, DIM)).astype(mx.bfloat16)
     queries = mx.random.normal((batch, heads, 1, DIM)).astype(mx.bfloat16)
     mx.eval(new, queries)
-    times = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
+
+    def run(*, writes: bool = True) -> mx.array:
         hidden = queries
         for pool in pools:
-            backend.write(pool, plan, new, new)
+            if writes:
+                backend.write(pool, plan, new, new)
             # Each output is the next layer's query, so that layers do not overlap.
             hidden = backend.attend(pool, plan, hidden, scale=DIM**-0.5, window=None, sinks=None)
+        return hidden
+
+    return AttentionLayers(layers, batch * context * bytes_per_token, run)
+
+
+def layer_time(layers: AttentionLayers) -> float:
+    """Return the median microseconds of one layer's write and attention."""
+    times = []
+    for _ in range(REPEATS):
+        hidden = layers.run()
+        started = time.perf_counter()
         mx.eval(hidden)
-        times.append((time.perf_counter() - started) / layers * 1e6)
+        times.append((time.perf_counter() - started) / layers.count * 1e6)
     return sorted(times)[len(times) // 2]
 
 

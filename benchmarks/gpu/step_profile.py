@@ -1,0 +1,305 @@
+"""A profile of decode steps by number of rows: what the device does, and what it waits for.
+
+    python -m benchmarks.gpu.step_profile --json results/step-profile.json [--budget-s 130]
+
+A step is ``Engine.step`` at 8B shape and 512 tokens of context. Beside its time and the phases of
+the host it measures the products of all layers, writing and attending of a layer, and the
+bandwidth. If PyTorch is installed, its profiler records the kernels of the same steps through
+CUPTI, which sees those of MLX too. A part that fails or finds no time left is left out, and the
+file says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from benchmarks.gpu.bench import Bench, Sizes
+from benchmarks.gpu.check_kernels import BLOCK_SIZE, DIM, HEADS, attention_layers
+from benchmarks.gpu.engines import BenchEngine, Layers, engine_for, random_prompts
+from benchmarks.gpu.store import about_run
+from mlx_parallm.bench.decode_load import DecodeLoad
+from mlx_parallm.bench.step_times import summarise_steps
+from mlx_parallm.bench.step_trace import TraceRecorder
+from mlx_parallm.kernels.language import CudaLanguage
+from mlx_parallm.types.step import StepTracer
+from mlx_parallm.worker.attention.base import LayerShape
+from mlx_parallm.worker.attention.kernel_backend import KernelAttention
+from tests.builders.random_models import flatten
+
+SHAPE = "8B"
+#: ``ROWS``: row counts of steps; the first prefills, and the others find its prompts cached.
+ROWS = (512, 256, 192, 128, 32, 8, 1)
+PRODUCT_ROWS = (1, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512)
+ATTEND_ROWS = (1, 8, 16, 32, 64, 128, 192, 256, 512)
+CONTEXT = 512
+#: ``ROOM``: tokens that a sequence may decode.
+ROOM = 64
+STEPS, WARM_UP, RECORDED_STEPS = 24, 6, 4
+REPEATS = 7
+#: ``DEVICE_WORK``: what the profiler calls the device's work.
+DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+#: ``KERNELS``: how many of the longest kernels are kept by name.
+KERNELS = 30
+
+
+class Profile:
+    """The parts of a profile and their time; the file is written after each part."""
+
+    def __init__(self, path: Path, budget_s: float) -> None:
+        self._path = path
+        self._end = time.monotonic() + budget_s
+        self.parts: dict[str, Any] = {}
+
+    def add(self, name: str, needs_s: float, measure: Callable[[], Any]) -> None:
+        """Measure a part if there is time for it; keep why there are no figures."""
+        started = time.monotonic()
+        result: Any = {"missing": "there was no time left"}
+        if self._end - started >= needs_s:
+            try:
+                result = measure()
+            except Exception as error:  # noqa: BLE001 - other parts are measured whatever fails
+                result = {"missing": f"{type(error).__name__}: {error}"[-1000:]}
+        seconds = round(time.monotonic() - started, 2)
+        self.parts[name] = {"figures": result, "seconds": seconds}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(self.parts, indent=1) + "\n")
+        print(f"{name}: {seconds} s {json.dumps(result)[:3000]}", flush=True)
+
+
+def main() -> int:
+    """Measure the parts in their order of worth."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True, help="the file of results")
+    parser.add_argument("--budget-s", type=float, default=130.0, help="seconds in all")
+    parser.add_argument("--shrink", action="store_true", help="sizes for a CPU")
+    options = parser.parse_args()
+    profile = Profile(options.json, options.budget_s)
+    bench = Bench(Sizes.tiny() if options.shrink else Sizes())
+    profile.add("about", 0, partial(about_run, None))
+    profile.add("copy TB/s", 2, lambda: bench.bandwidth() / 1e12)
+    profile.add("steps", 25, partial(engine_steps, bench))
+    profile.add("kernels", 25, partial(recorded_steps, bench))
+    profile.add("products", 6, partial(products, bench))
+    bench.release()
+    profile.add("attention", 8, partial(attention, bench.sizes))
+    return 0
+
+
+@contextmanager
+def running_engine(bench: Bench, tracer: StepTracer | None = None) -> Iterator[BenchEngine]:
+    """Yield an engine for the most rows."""
+    context, rows = bench.sizes.tokens(CONTEXT), bench.sizes.batch(ROWS[0])
+    with engine_for(
+        bench.model(SHAPE),
+        max_num_seqs=rows,
+        max_model_len=context + ROOM,
+        kv_tokens=rows * (context + ROOM),
+        tracer=tracer,
+    ) as (engine, _):
+        yield engine
+
+
+@contextmanager
+def decoding(bench: Bench, engine: BenchEngine, rows: int) -> Iterator[DecodeLoad]:
+    """Yield requests that decode and are warm; they end with the context."""
+    lengths = [bench.sizes.tokens(CONTEXT)] * bench.sizes.batch(rows)
+    load = DecodeLoad(engine.engine, random_prompts(bench.model(SHAPE), lengths))
+    load.prefill()
+    load.decode(WARM_UP)
+    try:
+        yield load
+    finally:
+        load.end()
+
+
+def engine_steps(bench: Bench) -> dict[str, Any]:
+    """Return by rows: milliseconds of a step, of the host's phases, and of the floor."""
+    recorder, results = TraceRecorder(), dict[str, Any]()
+    model, rate = bench.model(SHAPE), bench.bandwidth()
+    with running_engine(bench, recorder) as engine:
+        for rows in ROWS:
+            with decoding(bench, engine, rows) as load:
+                tokens = load.num_tokens
+                recorder.spans.clear()
+                cpu_s = time.thread_time()
+                times = load.decode(STEPS)
+                cpu_s = time.thread_time() - cpu_s
+                steps = summarise_steps(recorder.spans, len(times))
+                kv_bytes = (tokens + load.num_tokens) / 2 * engine.bytes_per_token
+            read = model.loaded.weight_bytes - model.table_bytes + kv_bytes
+            results[str(rows)] = {
+                "step ms": statistics.median(times),
+                "floor ms": read / rate * 1e3,
+                "thread's CPU ms": cpu_s / len(times) * 1e3,
+                "phases ms": {str(phase): ms for phase, ms in steps.phase_ms.items()},
+                "waited, share of steps": steps.num_waited / steps.num_steps,
+                "waited, share of time": steps.waiting_share,
+            }
+        results["facts"] = engine.facts()
+    return results
+
+
+def recorded_steps(bench: Bench) -> dict[str, Any]:
+    """Return by rows: what the device and CUDA's API did in a step, by PyTorch's profiler."""
+    results: dict[str, Any] = {}
+    record = profiler()
+    with running_engine(bench) as engine:
+        for rows in ROWS:
+            with decoding(bench, engine, rows) as load:
+                events, wall_ms = record(partial(load.decode, RECORDED_STEPS))
+            results[str(rows)] = {"step ms": wall_ms / RECORDED_STEPS, **per_step(events)}
+    return results
+
+
+def profiler() -> Callable[[Callable[[], Any]], tuple[list[dict[str, Any]], float]]:
+    """Return what runs a function and returns its events and milliseconds.
+
+    Raises:
+        ImportError: PyTorch is not installed.
+    """
+    torch = importlib.import_module("torch")
+
+    def record(run: Callable[[], Any]) -> tuple[list[dict[str, Any]], float]:
+        mx.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with tempfile.TemporaryDirectory() as folder:
+            with torch.profiler.profile(activities=activities) as profile:
+                started = time.perf_counter()
+                run()
+                mx.synchronize()
+                milliseconds = (time.perf_counter() - started) * 1e3
+            trace = Path(folder) / "trace.json"
+            profile.export_chrome_trace(str(trace))
+            return json.loads(trace.read_text())["traceEvents"], milliseconds
+
+    return record
+
+
+def per_step(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return per step: the device's busy and idle milliseconds, and those of kernels and calls."""
+    spans = sorted(
+        (event["ts"], event["ts"] + event["dur"], event["name"])
+        for event in events
+        if event.get("cat") in DEVICE_WORK
+    )
+    busy = idle = end = 0.0
+    for first, last, _ in spans:
+        idle += max(0.0, first - end) if end else 0.0
+        busy += max(0.0, last - max(first, end))
+        end = max(end, last)
+    calls = [
+        (event["ts"], event["ts"] + event["dur"], event["name"])
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver")
+    ]
+    return {
+        "busy ms": busy / RECORDED_STEPS / 1e3,
+        "idle ms": idle / RECORDED_STEPS / 1e3,
+        "kernels": len(spans) / RECORDED_STEPS,
+        "by kernel": _by_name(spans),
+        "by call of CUDA": _by_name(calls),
+    }
+
+
+def _by_name(spans: Sequence[tuple[float, float, str]]) -> dict[str, tuple[float, float]]:
+    """Return milliseconds and number per step of the longest, by name."""
+    micros: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    for first, last, name in spans:
+        micros[name[:120]] += last - first
+        counts[name[:120]] += 1
+    longest = sorted(micros, key=lambda name: -micros[name])[:KERNELS]
+    return {n: (micros[n] / RECORDED_STEPS / 1e3, counts[n] / RECORDED_STEPS) for n in longest}
+
+
+def products(bench: Bench) -> dict[str, Any]:
+    """Return by rows: milliseconds of all layers' products in a chain, and of each kind alone."""
+    model = bench.model(SHAPE)
+    kept = Layers(model)
+    flatten(model)
+    layers, head = model.model.layers, model.model.lm_head
+    kinds = {
+        "qkv": [layer.self_attn.q_proj for layer in layers],
+        "o": [layer.self_attn.o_proj for layer in layers],
+        "gate up": [layer.mlp.gate_proj for layer in layers],
+        "down": [layer.mlp.down_proj for layer in layers],
+        "head": [head],
+    }
+    results: dict[str, Any] = {}
+    for rows in PRODUCT_ROWS[:: 1 if bench.sizes.is_full else 8]:
+        inputs = {
+            name: mx.random.normal((rows, 1, modules[0].weight.shape[1])).astype(bench.sizes.dtype)
+            for name, modules in kinds.items()
+        }
+        mx.eval(inputs)
+        results[str(rows)] = {
+            "chain": median_ms(partial(_chain, layers, inputs["qkv"])),
+            **{
+                name: median_ms(partial(_outputs, modules, inputs[name]))
+                for name, modules in kinds.items()
+            },
+        }
+    kept.restore()
+    return results
+
+
+def _outputs(modules: Sequence[Any], x: mx.array) -> list[mx.array]:
+    """Return the products of x, all columns of each."""
+    return [module["_product"].take_part(0, x).columns.matrix for module in modules]
+
+
+def _chain(layers: Sequence[Any], x: mx.array) -> mx.array:
+    """Return the last product of all layers, each of which reads the one before.
+
+    Signs keep the values from vanishing; each is a small kernel, as activations are in a model.
+    """
+    for layer in layers:
+        hidden = layer.self_attn.o_proj(mx.sign(layer.self_attn.q_proj(x)))
+        x = layer.mlp.down_proj(mx.sign(layer.mlp.gate_proj(hidden)))
+    return x
+
+
+def median_ms(run: Callable[[], Any]) -> float:
+    """Return the median milliseconds to evaluate what a call returns; building it is not timed."""
+    times = []
+    for _ in range(2 + REPEATS):
+        result = run()
+        started = time.perf_counter()
+        mx.eval(result)
+        mx.synchronize()
+        times.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(times[2:])
+
+
+def attention(sizes: Sizes) -> dict[str, Any]:
+    """Return by rows: microseconds of a layer's write and attention, and of attention alone."""
+    heads, kv_heads = HEADS["Qwen3-8B"]
+    shape = LayerShape(num_kv_heads=kv_heads, key_dim=DIM, value_dim=DIM, dtype=mx.bfloat16)
+    backend, results = KernelAttention(BLOCK_SIZE, CudaLanguage()), dict[str, Any]()
+    for rows in ATTEND_ROWS:
+        layers = attention_layers(backend, shape, heads, rows, sizes.tokens(CONTEXT))
+        both, alone = (median_ms(partial(layers.run, writes=writes)) for writes in (True, False))
+        results[str(rows)] = {
+            "both us": both / layers.count * 1e3,
+            "attend us": alone / layers.count * 1e3,
+            "GB/s": layers.read_bytes * layers.count / both / 1e6,
+        }
+    return results
+
+
+if __name__ == "__main__":
+    sys.exit(main())
