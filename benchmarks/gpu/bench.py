@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from benchmarks.checks import Check
+from mlx_parallm.process_setup.device_process import set_mlx_variables
 from tests.builders.random_models import RandomModel, random_model
 
 COPIES = 8
@@ -91,6 +92,8 @@ class Bench:
     """The models and sizes for rows, with one model in memory at a time."""
 
     def __init__(self, sizes: Sizes) -> None:
+        # As in a served process; MLX reads them at its first use of the GPU.
+        set_mlx_variables()
         self.sizes = sizes
         self._key: tuple[str, int | None] | None = None
         self._model: RandomModel | None = None
