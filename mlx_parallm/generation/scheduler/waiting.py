@@ -13,17 +13,19 @@ from mlx_parallm.types.request import PolicyWeights
 # AGING_PERIOD: once in so many admissions the longest waiting sequence goes first, whatever its
 # priority, so that nothing starves behind an endless stream of better sequences.
 AGING_PERIOD = 16
+# PATIENCE: shorter prompts go before one while less than so many times its tokens are admitted.
+PATIENCE = 8
 # LONG_PROMPT: longer prompts count as having so many tokens. A long prompt is often cached for the
-# most part, and only prompts that come while so many tokens are admitted go before it.
-LONG_PROMPT = 1024
+# most part, and must not wait for all short ones that come while its own tokens could be computed.
+LONG_PROMPT = 512
 
 
 class ClientLine:
     """A client's sequences of one priority, in order.
 
-    A sequence's place is the number of prompt tokens that were admitted before it came, and its
-    own. So of prompts that come together the shortest goes first, and a long prompt is passed only
-    by shorter ones that come before as many tokens as it has were admitted.
+    A sequence's place is the number of prompt tokens that were admitted before it came, and
+    ``PATIENCE`` times its own. So of prompts that come together the shortest goes first, and a
+    prompt is passed only by shorter ones that come before so many tokens were admitted.
 
     Several sequences come first: one of each adapter. While an adapter has no slot, those behind
     that need another may go, and so may those behind one that waits for something to arrive.
@@ -43,7 +45,7 @@ class ClientLine:
 
     def append(self, sequence: Sequence) -> None:
         """Add a new sequence."""
-        sequence.place = self._num_admitted + _num_counted(sequence)
+        sequence.place = self._num_admitted + PATIENCE * _num_counted(sequence)
         part = self._parts.setdefault(sequence.group.weights, [])
         insort(part, sequence, key=attrgetter("place"))
 

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mlx_parallm.generation.scheduler.sequence import RequestGroup, Sequence
-from mlx_parallm.generation.scheduler.waiting import AGING_PERIOD, LONG_PROMPT, WaitingQueue
+from mlx_parallm.generation.scheduler.waiting import (
+    AGING_PERIOD,
+    LONG_PROMPT,
+    PATIENCE,
+    WaitingQueue,
+)
 from mlx_parallm.types.request import GenerateRequest
 
 
@@ -114,18 +119,17 @@ def taken(queue: WaitingQueue) -> Iterator[Sequence]:
         yield sequence
 
 
-def test_a_short_prompt_passes_no_long_one_after_as_many_tokens_were_admitted() -> None:
-    queue, (long, *_) = queue_of_prompts(100, 40, 40)
+def test_a_short_prompt_passes_no_long_one_that_has_waited_long() -> None:
+    queue, (long, *_) = queue_of_prompts(100, *[80] * PATIENCE)
     arrivals = Arrivals()
-    for _ in range(2):
+    for _ in range(PATIENCE):
         sequence = queue.peek(anybody)
         assert sequence is not None
         assert sequence is not long
         queue.admit(sequence)
-    # 80 tokens were admitted since the long one came.
-    late, later = arrivals.next(num_tokens=25), arrivals.next(num_tokens=15)
-    queue.append(late)
-    queue.append(later)
+    # 80 of its 100 tokens were admitted so many times since it came.
+    queue.append(arrivals.next(num_tokens=25))
+    queue.append(arrivals.next(num_tokens=15))
     assert list(lengths_in_order(queue)) == [15, 100, 25]
 
 
@@ -143,7 +147,7 @@ def test_prompts_are_compared_with_those_of_their_client_alone() -> None:
     assert list(lengths_in_order(queue)) == [80, 10, 90, 20]
 
 
-LENGTHS = st.one_of(st.integers(1, 40), st.integers(LONG_PROMPT - 2, 2 * LONG_PROMPT))
+LENGTHS = st.one_of(st.integers(1, 20), st.integers(LONG_PROMPT - 2, 2 * LONG_PROMPT))
 
 
 @given(arrived=st.lists(st.lists(LENGTHS, max_size=4), min_size=1, max_size=40))
@@ -151,7 +155,7 @@ LENGTHS = st.one_of(st.integers(1, 40), st.integers(LONG_PROMPT - 2, 2 * LONG_PR
 def test_a_later_prompt_passes_an_earlier_one_only_by_fewer_tokens(
     arrived: list[list[int]],
 ) -> None:
-    """Prompts come before every admission; only the turns of the longest waiting are left out."""
+    # Prompts come before every admission; the turns of the longest waiting are left out.
     queue, arrivals = WaitingQueue(), Arrivals()
     # Tokens that were admitted when a sequence came.
     before: dict[Sequence, int] = {}
@@ -167,7 +171,7 @@ def test_a_later_prompt_passes_an_earlier_one_only_by_fewer_tokens(
         for other in queue:
             if other.seq_id < chosen.seq_id and number % AGING_PERIOD != AGING_PERIOD - 1:
                 saved = counted(other) - counted(chosen)
-                assert before[chosen] - before[other] < saved
+                assert before[chosen] - before[other] < PATIENCE * saved
         queue.admit(chosen)
         num_admitted += counted(chosen)
 
@@ -176,15 +180,20 @@ def counted(sequence: Sequence) -> int:
     return min(len(sequence.request.prompt_ids), LONG_PROMPT)
 
 
-@given(short=st.integers(LONG_PROMPT // 4, LONG_PROMPT - 1), per_turn=st.integers(1, 2))
+@given(short=st.integers(LONG_PROMPT // 8, LONG_PROMPT - 1), per_turn=st.integers(1, 2))
 @settings(deadline=None, max_examples=20)
 def test_no_long_prompt_starves_behind_endless_short_ones(short: int, per_turn: int) -> None:
     queue, (long,) = queue_of_prompts(3 * LONG_PROMPT)
     arrivals = Arrivals()
-    # Those that come while as many tokens are admitted go first, and none that come later.
-    most = per_turn * (LONG_PROMPT // short + 1)
-    assert most < AGING_PERIOD, "it needs no turn of the longest waiting"
-    for _ in range(most + 1):
+    # Those that come while so many tokens are admitted go first, and none that come later.
+    most = per_turn * (PATIENCE * LONG_PROMPT // short + 2)
+    for number in range(most + most // AGING_PERIOD + 2):
+        if number % AGING_PERIOD == AGING_PERIOD - 1:
+            # It needs no turn of the longest waiting: another sequence takes those.
+            other = arrivals.next("another client")
+            queue.append(other)
+            queue.admit(other)
+            continue
         for _ in range(per_turn):
             queue.append(arrivals.next(num_tokens=short))
         sequence = queue.peek(anybody)
