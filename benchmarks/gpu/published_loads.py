@@ -93,7 +93,7 @@ LOADS = (
     PublishedLoad("32 clients, 350/200", 32, 350, 200, 128),
     PublishedLoad("256 clients, 350/200", 256, 350, 200, 768),
     PublishedLoad("256 clients, 220/200", 256, 220, 200, 768),
-    PublishedLoad("256 clients, 350/200, over 3 s", 256, 350, 200, 768, ramp_s=3.0),
+    PublishedLoad("256 clients over 3 s, 350/200", 256, 350, 200, 768, ramp_s=3.0),
 )
 
 
