@@ -1,7 +1,8 @@
 """Measure a step's Python cost around the model: scheduler, detokenizer, events, metrics.
 
-``python -m benchmarks.host_cost``. An engine whose runner computes nothing steps rows that decode.
-Where a device waits for the host, as it does for a small model, every step is so much longer.
+``python -m benchmarks.host_cost``. An engine whose runner computes nothing steps rows that decode;
+times are processor time of its thread. Where a device waits for the host, every step is so much
+longer.
 ``--kv-disk`` gives it a disk store. ``--against TREE`` compares it with another checkout of this
 project: both run in turns, ``--pairs`` times, without a store and with one.
 """
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -103,8 +105,8 @@ def main() -> int:
         return conclude("host_cost_against", *compare(args))
     checks: list[Check] = []
     for count in args.rows:
-        times, spans = decode(count, args.steps, args.kv_disk)
-        checks.append(Check(STEP.format(count), 1e3 * statistics.median(times)))
+        spans = decode(count, args.steps, args.kv_disk)
+        checks.append(Check(STEP.format(count), phase_us(spans, Phase.STEP)))
         checks += [
             Check(f"{count} rows: {phase.value}, us", phase_us(spans, phase)) for phase in PHASES
         ]
@@ -156,20 +158,18 @@ def step_times(tree: Path, arguments: Sequence[str], folder: Path) -> dict[str, 
     return {what.removesuffix(ending): us for what, us in values.items() if what.endswith(ending)}
 
 
-def decode(
-    count: int, steps: int, kv_disk: Path | None = None
-) -> tuple[list[float], Sequence[Span]]:
-    """Return the milliseconds of steps in which ``count`` rows decode, and their phases."""
-    recorder = TraceRecorder()
+def decode(count: int, steps: int, kv_disk: Path | None = None) -> Sequence[Span]:
+    """Return the phases of steps in which ``count`` rows decode."""
+    recorder = TraceRecorder(time.thread_time)
     engine = make_engine(count, ROUNDS * steps, recorder, kv_disk)
     load = DecodeLoad(engine, [list(range(PROMPT_TOKENS))] * count)
     load.prefill()
     load.decode(steps)
     spare_garbage_collection()
     recorder.spans.clear()
-    times = load.decode(ROUNDS * steps)
+    load.decode(ROUNDS * steps)
     engine.close()
-    return times, recorder.spans
+    return recorder.spans
 
 
 def make_engine(
