@@ -116,6 +116,9 @@ def on_gpu(args: argparse.Namespace) -> int:
             except (TimeIsUpError, subprocess.SubprocessError) as error:
                 print(f"{part}: {error}", flush=True)
             print(f"{part}: {time.monotonic() - started:.1f} s", flush=True)
+    if not checks:
+        print("Nothing was measured.")
+        return 1
     if args.shrink:
         checks = [replace(check, limit=None) for check in checks]
     return conclude("speech_tiny" if args.shrink else "speech_gpu", checks, details, args.output)
@@ -131,6 +134,8 @@ def _gpu_part(
         own = details["own"] = measure(model, "rates", args, **job)
         report("mlx_parallm", own, "wall_s")
         return rate_checks([own], "wall_s", job["clips"])
+    if "own" not in details:
+        raise TimeIsUpError("there is nothing to compare with")
     peer = details["transformers"] = measure_peer("transformers", model, args, job)
     report("transformers", peer, "wall_s")
     return peer_checks("transformers", [details["own"]], [peer], "wall_s")
