@@ -180,11 +180,13 @@ class RunningSet:
 
     def count_spare(self) -> int:
         """Return the number of free blocks that running prompts do not still need."""
-        missing = (
-            self._kv.blocks_for(len(sequence.token_ids)) - len(sequence.blocks.blocks)
-            for sequence in self._sequences
-        )
-        return self._kv.num_free - sum(max(count, 0) for count in missing)
+        # It is asked for each sequence that starts, and most of those that run need nothing.
+        size, num_missing = self._kv.block_size, 0
+        for sequence in self._sequences:
+            num_tokens = len(sequence.token_ids) - size * len(sequence.blocks.blocks)
+            if num_tokens > 0:
+                num_missing += self._kv.blocks_for(num_tokens)
+        return self._kv.num_free - num_missing
 
     def count_of(self, client: str) -> int:
         """Return how many sequences of a client run."""
