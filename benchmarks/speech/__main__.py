@@ -174,9 +174,6 @@ def rate_checks(own: Sequence[Figures], clock: str, clips: int) -> list[Check]:
     gain = statistics.median(
         audio_rate(each["batch"], clock) / audio_rate(each["alone"], clock) for each in rounds
     )
-    decoding = statistics.median(
-        _decode_rate(each["batch"]) / _decode_rate(each["alone"]) for each in rounds
-    )
     same = all(all(each["equal"]) for each in rounds)
     return [
         Check(f"batch of {clips}: seconds of audio in {name}", median("batch", audio_rate)),
@@ -184,14 +181,8 @@ def rate_checks(own: Sequence[Figures], clock: str, clips: int) -> list[Check]:
         Check(f"alone: seconds of audio in {name}", median("alone", audio_rate)),
         Check(f"alone: tokens in {name}", median("alone", token_rate)),
         Check("batch over alone", gain, ">=", LEAST_BATCH),
-        Check("batch over alone, tokens behind the first", decoding),
         Check("batch and alone have the same tokens", float(same), "==", 1.0),
     ]
-
-
-def _decode_rate(figures: Figures) -> float:
-    """Return tokens a second once all clips are encoded."""
-    return (figures["tokens"] - figures["clips"]) / (figures["wall_s"] - figures["first_s"])
 
 
 def peer_checks(
