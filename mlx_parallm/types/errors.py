@@ -231,7 +231,13 @@ class ModelLoadingError(ParallmError):
 
 
 class PausedError(ParallmError):
-    """Generation is paused in a mode that admits no requests."""
+    """Generation is paused in a mode that admits no requests.
+
+    Attributes:
+        retry_after_s: when it may be worth another try, in seconds.
+    """
+
+    retry_after_s: float = 1.0
 
     def __init__(self) -> None:
         super().__init__("Generation is paused.")

@@ -289,6 +289,27 @@ async def test_an_abort_leaves_nothing_running(
             pass
 
 
+async def test_a_pause_between_windows_loses_nothing(
+    server: ServerProcess, async_client: openai.AsyncOpenAI
+) -> None:
+    file = ("speech.wav", clip(70))
+    hearing = asyncio.ensure_future(
+        async_client.audio.transcriptions.create(
+            file=file, model=RANDOM, language="en", temperature=1.0, extra_body={"seed": 3}
+        )
+    )
+    async with httpx2.AsyncClient(base_url=server.url, timeout=None) as http:
+        while not (await http.get("/load")).json()["num_running"]:
+            pass
+        # What runs ends; the next window is refused until generation is resumed.
+        assert (await http.post("/pause", params={"mode": "wait"})).is_success
+        assert (await http.get("/load")).json()["num_running"] == 0
+        assert (await http.post("/resume")).is_success
+    answer = await hearing
+    assert answer.usage is not None
+    assert answer.usage.to_dict()["seconds"] == 70
+
+
 async def test_texts_and_recordings_share_a_server(async_client: openai.AsyncOpenAI) -> None:
     async def chat() -> str | None:
         answer = await async_client.chat.completions.create(
@@ -303,3 +324,19 @@ async def test_texts_and_recordings_share_a_server(async_client: openai.AsyncOpe
     alone = await chat()
     texts = await asyncio.gather(*(chat() for _ in range(4)), *(transcript() for _ in range(4)))
     assert texts == [alone] * 4 + [SENTENCE * 2] * 4
+
+
+def test_a_shorter_context_shortens_texts(tmp_path: Path) -> None:
+    length = 32
+    folder = write_speech(tmp_path / RANDOM)
+    with (
+        serving({RANDOM: folder}, "--max-model-len", str(length)) as process,
+        openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        answer = hear(client, model=RANDOM, language="de", prompt="Ada " * 50, **DRAWN)
+    usage = answer.usage.to_dict()
+    num_text = usage["input_token_details"]["text_tokens"]
+    # Half of the context for the prompt and four tokens that begin the text; its tokens are
+    # unlikely, so a second request of one token asks if somebody speaks.
+    assert num_text == length // 2 + 4 + 1
+    assert num_text + usage["output_tokens"] <= length + 1 + 1

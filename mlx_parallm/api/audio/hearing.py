@@ -14,7 +14,12 @@ from mlx_parallm.api.turns.samples import Sample
 from mlx_parallm.audio.log_mel import FRAMES_PER_S
 from mlx_parallm.audio.recording import Recording
 from mlx_parallm.audio.transcriber import Heard, Transcriber, Window
-from mlx_parallm.types.errors import OverloadedError, RequestAbortedError
+from mlx_parallm.types.errors import (
+    NoRoomError,
+    OverloadedError,
+    PausedError,
+    RequestAbortedError,
+)
 from mlx_parallm.types.events import FinishReason, TokenEvent
 from mlx_parallm.types.model_input import ModelInput
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
@@ -23,8 +28,8 @@ from mlx_parallm.types.request import GenerateRequest, SamplingParams
 class Listener:
     """Asks the model of an admitted request; see ``transcriber.Ask``.
 
-    Only its first request is refused where the queue is full. The later ones wait for room: what
-    was heard so far would be lost otherwise.
+    Only its first request is refused where the queue is full, the models are paused or one has no
+    memory. The later ones wait until they are taken: what was heard so far would be lost otherwise.
     """
 
     def __init__(self, admitted: Admitted, priority: int) -> None:
@@ -66,10 +71,10 @@ class Listener:
         while True:
             try:
                 return await self._admitted.start([request], NO_FIELDS)
-            except OverloadedError as full:
+            except (OverloadedError, NoRoomError, PausedError) as refusal:
                 if not waits:
                     raise
-                await asyncio.sleep(full.retry_after_s)
+                await asyncio.sleep(refusal.retry_after_s)
 
 
 async def _sample_of(generation: Generation) -> Sample:

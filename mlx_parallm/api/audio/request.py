@@ -138,7 +138,7 @@ def speech_model(
             param="model",
             code="unsupported_model",
         )
-    return name, model, model.speech
+    return name, model, model.speech.within(model.max_model_len)
 
 
 async def task_of(body: SpeechRequest, name: str, model: GenerationModel) -> Task:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mlx_parallm.models.checkpoints.encoder_decoders import SPEECH_TYPES
@@ -16,6 +16,7 @@ from mlx_parallm.tokenizer.seq2seq.fields import Fields
 from mlx_parallm.tokenizer.speech.languages import CODES, LANGUAGE_NAMES
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
+from mlx_parallm.types.json_values import is_list
 from mlx_parallm.types.request import TimestampRule
 
 TRANSCRIBE, TRANSLATE = "transcribe", "translate"
@@ -26,6 +27,8 @@ LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 ENGLISH_SIZE = 51864
 # LATEST: steps of 0.02 s of the first timestamp, if a file does not say.
 LATEST = 50
+# NO_TOKEN: stands for no token in lists of tokens.
+NO_TOKEN = -1
 # MAX_LENGTH, NUM_MELS: sizes that a config leaves out.
 MAX_LENGTH, NUM_MELS = 448, 80
 # NAMES: tokens as vocabularies have them; the second name of no speech is that of older ones.
@@ -91,6 +94,10 @@ class SpeechRules:
     def most_previous(self) -> int:
         """The most tokens of the text before a window: half of what the decoder reads."""
         return self.max_length // 2 - 1
+
+    def within(self, max_length: int) -> SpeechRules:
+        """Return the rules of windows whose prompt and output have at most so many tokens."""
+        return replace(self, max_length=min(self.max_length, max_length))
 
     def language(self, name: str) -> str:
         """Return the code of a language by its code or its English name.
@@ -175,8 +182,8 @@ def read_speech_rules(folder: Path, tokenizer: ParallmTokenizer) -> SpeechRules 
         previous_id=fields.token("prev_sot_token_id", size) or vocabulary.get(PREVIOUS),
         languages=languages,
         tasks={task: _id_of(f"<|{task}|>", vocabulary) for task in TASKS if languages},
-        banned_ids=fields.tokens("suppress_tokens", size),
-        begin_banned_ids=fields.tokens("begin_suppress_tokens", size),
+        banned_ids=_banned(fields, "suppress_tokens", size),
+        begin_banned_ids=_banned(fields, "begin_suppress_tokens", size),
         max_initial=LATEST if initial is None else initial,
         vocab_size=size,
         max_length=config.count("max_target_positions", 1)
@@ -200,6 +207,14 @@ def _languages(generation: Fields, vocabulary: Mapping[str, int], size: int) -> 
     is_one = not generation.values.get("is_multilingual", size != ENGLISH_SIZE)
     # Vocabularies of English models have tokens of tasks and languages that were never trained.
     return {} if is_one or len(languages) < 2 else languages
+
+
+def _banned(fields: Fields, name: str, size: int) -> tuple[int, ...]:
+    """Return a list of token ids without -1, which stands for no token, as in transformers."""
+    value = fields.values.get(name)
+    if is_list(value):
+        fields = fields.replaced(name, [each for each in value if each != NO_TOKEN])
+    return fields.tokens(name, size)
 
 
 def _token(fields: Fields, name: str, token: str, vocabulary: Mapping[str, int], size: int) -> int:

@@ -1,4 +1,4 @@
-"""The first request of a recording may be refused; later ones wait for room."""
+"""The first request of a recording may be refused; later ones wait until they are taken."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from mlx_parallm.api.audio.hearing import Listener
-from mlx_parallm.types.errors import OverloadedError, RequestAbortedError
+from mlx_parallm.types.errors import (
+    NoRoomError,
+    OverloadedError,
+    ParallmError,
+    PausedError,
+    RequestAbortedError,
+)
 from mlx_parallm.types.events import FinishReason, PromptEvent, TokenEvent
 from mlx_parallm.types.model_input import HostArray, audio_of
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
@@ -49,9 +55,10 @@ class Script:
 
 
 class Queue:
-    """Stands for an admitted request; the queue is full so many times."""
+    """Stands for an admitted request; ``refusal`` comes so many times."""
 
     def __init__(self, num_full: int, reason: FinishReason = FinishReason.STOP) -> None:
+        self.refusal: ParallmError = OverloadedError("full", retry_after_s=0)
         self.prelude = SimpleNamespace(answer_id="id", client="me")
         self.model = SimpleNamespace(names=("hear",))
         self.num_full, self.reason = num_full, reason
@@ -62,7 +69,7 @@ class Queue:
         del fields
         if self.num_full:
             self.num_full -= 1
-            raise OverloadedError("full", retry_after_s=0)
+            raise self.refusal
         self.requests += requests
         self.generations.append(Script(requests[0].request_id, self.reason))
         return self.generations[-1]
@@ -85,10 +92,17 @@ async def test_requests_of_a_recording_are_of_one_group() -> None:
     assert all(each.is_aborted for each in queue.generations)
 
 
-async def test_only_the_first_request_is_refused() -> None:
+@pytest.mark.parametrize(
+    "refusal", [OverloadedError("full"), NoRoomError("no memory"), PausedError()]
+)
+async def test_only_the_first_request_is_refused(
+    refusal: OverloadedError | NoRoomError | PausedError,
+) -> None:
+    refusal.retry_after_s = 0
     queue = Queue(1)
+    queue.refusal = refusal
     listener = listener_of(queue)
-    with pytest.raises(OverloadedError):
+    with pytest.raises(type(refusal)):
         await listener((1,), SOURCE, SamplingParams())
     queue.num_full = 3
     assert (await listener((1,), SOURCE, SamplingParams())).token_ids == (5, 6)
