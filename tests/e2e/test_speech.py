@@ -109,6 +109,16 @@ def test_subtitles_have_times_and_no_second_arrow(client: openai.OpenAI) -> None
     assert hear(client, response_format="text") == f"{SENTENCE}\n"
 
 
+def test_no_time_is_behind_the_recording(client: openai.OpenAI) -> None:
+    # The model hears 2 s of speech in the half second that the second window has.
+    answer = hear(client, 30.5, response_format="verbose_json")
+    assert answer.duration == 30.5
+    times = [(segment.start, segment.end) for segment in answer.segments]
+    assert times == [(0.0, END_S), (30.0, 30.5)]
+    srt = hear(client, 30.5, response_format="srt")
+    assert "00:00:30,000 --> 00:00:30,500" in srt
+
+
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")
 def test_a_translation_is_english(client: openai.OpenAI) -> None:
     file = ("speech.wav", clip(3))
@@ -163,7 +173,8 @@ def test_a_language_a_prompt_and_a_seed_change_the_text(client: openai.OpenAI) -
     ]
     texts = {hear(client, model=RANDOM, **(DRAWN | each)).text for each in settings}
     assert len(texts) == len(settings), texts
-    assert hear(client, model=RANDOM, language="German", **DRAWN).text in texts
+    for name in ("German", "DE", "de-AT"):
+        assert hear(client, model=RANDOM, language=name, **DRAWN).text in texts
 
 
 def test_batches_have_recordings_as_data_urls(client: openai.OpenAI) -> None:
@@ -205,6 +216,61 @@ def test_fields_that_are_not_read_are_named(server: ServerProcess) -> None:
     )
     assert answer.json()["text"] == SENTENCE
     assert answer.headers["x-ignored-fields"] == "known_speaker_names"
+
+
+def part(header: str, content: bytes) -> bytes:
+    """Return a part of a form whose boundary is B."""
+    return b"--B\r\n" + header.encode() + b"\r\n\r\n" + content + b"\r\n"
+
+
+def file_part(
+    name: str = '"file"; filename="audio"', kind: str = "application/octet-stream"
+) -> bytes:
+    header = f"Content-Disposition: form-data; name={name}\r\nContent-Type: {kind}"
+    return part(header, clip(1))
+
+
+def field_part(name: str, text: str) -> bytes:
+    return part(f'Content-Disposition: form-data; name="{name}"', text.encode())
+
+
+#: Forms as clients in several languages write them.
+FORMS: dict[str, list[bytes]] = {
+    "the file last, without a name's end": [field_part("model", SPEAKS), file_part()],
+    "the file first, of another type": [
+        file_part(kind="video/webm"),
+        field_part("model", SPEAKS),
+        field_part("temperature", "0"),
+    ],
+    "names without quotes": [
+        part(
+            "Content-Type: text/plain; charset=utf-8\r\nContent-Disposition: form-data; name=model",
+            SPEAKS.encode(),
+        ),
+        file_part("file; filename=a.wav; filename*=utf-8''a.wav", "audio/wav"),
+    ],
+    "empty fields": [
+        field_part("model", SPEAKS),
+        *(
+            field_part(name, "")
+            for name in (
+                *("language", "prompt", "temperature", "response_format"),
+                *("timestamp_granularities[]", "include[]"),
+            )
+        ),
+        file_part(),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_other_clients_are_read(server: ServerProcess, name: str) -> None:
+    answer = httpx2.post(
+        f"{server.url}/v1/audio/transcriptions",
+        content=b"".join(FORMS[name]) + b"--B--\r\n",
+        headers={"content-type": "multipart/form-data; boundary=B"},
+    )
+    assert answer.json()["text"] == SENTENCE, answer.text
 
 
 # Other HTTP processes report what they count from time to time.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -27,7 +27,7 @@ class Line:
     """A segment with a text.
 
     Attributes:
-        segment: when it is said, and its tokens.
+        segment: when it is said, and its tokens; it ends within the recording.
         text: what is said; often it begins with a space.
         window: the window that it is of.
         compression_ratio: of the window's text, as OpenAI computes it.
@@ -89,7 +89,7 @@ class Transcript:
             entries = [self._names.entry(each.token_id, each.logprob) for each in own]
             wanted = entries if self._request.has_logprobs else None
             delta = text if self._lines else text.lstrip()
-            self._lines.append(Line(segment, text, window, ratio, wanted))
+            self._lines.append(Line(self._within(segment), text, window, ratio, wanted))
             events.append({"type": DELTA, "delta": delta} | _with_logprobs(wanted))
         return events
 
@@ -119,6 +119,14 @@ class Transcript:
 
     def _text_of(self, segment: Segment) -> str:
         return self._tokenizer.decode(self._text_ids(segment), skip_special_tokens=True)
+
+    def _within(self, segment: Segment) -> Segment:
+        """Return a segment that ends within the recording.
+
+        The model hears silence behind it, and may set timestamps there.
+        """
+        start, end = (min(each, self._seconds) for each in (segment.start, segment.end))
+        return replace(segment, start=start, end=end)
 
     def _usage(self) -> dict[str, Any]:
         """Return seconds and tokens; OpenAI counts whole seconds."""

@@ -87,8 +87,10 @@ async def _read_form(prelude: Prelude) -> tuple[dict[str, Any], bytes]:
 
 
 def _object_of(form: FormReader) -> dict[str, Any]:
-    """Return a form's fields as an object; an empty text is no value."""
-    fields: dict[str, Any] = dict(form.lists)
+    """Return a form's fields as an object; an empty text is no value, and no entry of a list."""
+    fields: dict[str, Any] = {
+        name: [text for text in texts if text] for name, texts in form.lists.items()
+    }
     for name, text in form.fields.items():
         outer, bracket, inner = name.partition("[")
         if bracket:

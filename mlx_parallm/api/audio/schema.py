@@ -27,8 +27,8 @@ class SpeechRequest(OpenForm):
     )
     language: Annotated[str, StringConstraints(max_length=64)] | None = Field(
         None,
-        description='The spoken language as an ISO 639 code ("de") or an English name ("german"); '
-        "detected if absent.",
+        description='The spoken language as an ISO 639 code ("de"), a tag with a region '
+        '("de-AT") or an English name ("german"); detected if absent or "auto".',
     )
     prompt: str | None = Field(
         None,

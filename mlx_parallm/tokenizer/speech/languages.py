@@ -107,8 +107,13 @@ LANGUAGE_NAMES: Mapping[str, str] = {
     "yue": "cantonese",
     "zh": "chinese",
 }
-#: ``CODES``: codes by name.
+#: ``CODES``: codes by name, and by codes of the same language that Whisper does not have.
 CODES: Mapping[str, str] = {name: code for code, name in LANGUAGE_NAMES.items()} | {
+    "cmn": "zh",
+    "fil": "tl",
+    "iw": "he",
+    "jv": "jw",
+    "nb": "no",
     "burmese": "my",
     "castilian": "es",
     "flemish": "nl",

@@ -21,6 +21,8 @@ from mlx_parallm.types.request import TimestampRule
 
 TRANSCRIBE, TRANSLATE = "transcribe", "translate"
 TASKS = (TRANSCRIBE, TRANSLATE)
+# AUTO: the name of a language that is to be detected, as whisper.cpp's clients have it.
+AUTO = "auto"
 # LANGUAGE: a token that names a language.
 LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 # ENGLISH_SIZE: the vocabulary of models of English, which have tokens of languages all the same.
@@ -99,14 +101,21 @@ class SpeechRules:
         """Return the rules of windows whose prompt and output have at most so many tokens."""
         return replace(self, max_length=min(self.max_length, max_length))
 
-    def language(self, name: str) -> str:
-        """Return the code of a language by its code or its English name.
+    def language(self, name: str) -> str | None:
+        """Return the code of a language by its code, its English name or a tag (BCP 47).
+
+        Tags have regions and scripts behind the language, as ``pt-BR`` and ``zh_Hant`` do.
+
+        Returns:
+            The code; None for ``AUTO``.
 
         Raises:
             InvalidRequestError: the model does not know it.
         """
-        lowered = name.strip().lower()
-        code = lowered if lowered in self.languages else CODES.get(lowered, lowered)
+        primary = name.strip().lower().replace("_", "-").partition("-")[0]
+        if primary == AUTO:
+            return None
+        code = primary if primary in self.languages else CODES.get(primary, primary)
         if code in self.languages:
             return code
         if not self.languages:
