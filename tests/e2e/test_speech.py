@@ -144,6 +144,20 @@ def test_a_stream_has_an_event_for_each_segment(client: openai.OpenAI) -> None:
     assert (done.type, done.usage.type) == ("transcript.text.done", "tokens")
 
 
+def test_a_stream_has_a_last_line(server: ServerProcess) -> None:
+    answer = httpx2.post(
+        f"{server.url}/v1/audio/transcriptions",
+        files={"file": ("speech.wav", clip(1))},
+        data={"model": SPEAKS, "stream": "true"},
+    )
+    *events, last, end = answer.text.split("\n\n")
+    assert [json.loads(event.removeprefix("data: "))["type"] for event in events] == [
+        "transcript.text.delta",
+        "transcript.text.done",
+    ]
+    assert (last, end) == ("data: [DONE]", "")
+
+
 async def test_the_asynchronous_client_gets_the_same(async_client: openai.AsyncOpenAI) -> None:
     create = async_client.audio.transcriptions.create
     file = ("speech.wav", clip(3))

@@ -158,3 +158,4 @@ async def _encoded(
         # The status is sent: without an event the client would see a cut connection only.
         logger.exception("a stream failed", extra={"request_id": request.state.request_id})
         yield sse.data(error_body(BUG, request.scope))
+    yield sse.DONE
