@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.make_seq2seq import make_seq2seq
+from tests.builders.speech_folders import write_scripted_speech
 from tests.client_suites import choose, failed_of, run_suite
 from tests.conformance.report import write_document
 from tests.conformance.suites import SUITES, Suite
@@ -26,6 +27,7 @@ RERANKER = "reranker"
 EMBEDDER = "embedder"
 SEEING = "demo:see"
 TRANSLATOR = "translator"
+HEARING = "hearing"
 POLICY = "policy"
 MEMORY = "memory"
 POLICIES = ("demo:cartpole", "demo:memory")
@@ -51,7 +53,9 @@ def main(words: list[str]) -> int:
         names = [f"{DEMO_MODEL}={MODEL}", f"{reranker}={RERANKER}", f"{embedder}={EMBEDDER}"]
         policy, memory = write_policy(Path(folder) / POLICY), write_memory(Path(folder) / MEMORY)
         names += [f"{translator}={TRANSLATOR}", f"{policy}={POLICY}", f"{memory}={MEMORY}"]
-        others = (reranker, embedder, translator, policy, memory)
+        hearing = write_scripted_speech(Path(folder) / HEARING, "Hello there.")
+        names.append(f"{hearing}={HEARING}")
+        others = (reranker, embedder, translator, policy, memory, hearing)
         server = ServerProcess(
             *("--api-key", KEY, "--model", str(DEMO_MODEL), SEEING, *POLICIES, *map(str, others)),
             *("--served-model-name", *names),
