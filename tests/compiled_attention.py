@@ -62,7 +62,7 @@ class CompiledAttention(AheadAttention):
 
     def decode_arrays(
         self, sequences: Sequence[ScheduledSequence], positions: np.ndarray, kinds: Any
-    ) -> list[mx.array]:
+    ) -> list[np.ndarray]:
         assert kinds == "rows"
         self.num_decodes += 1
         num_rows = len(positions)
@@ -74,7 +74,7 @@ class CompiledAttention(AheadAttention):
             block, offset = divmod(sequence.start, self._block_size)
             slots[row] = sequence.block_table[block] * self._block_size + offset
             tables[row, : len(sequence.block_table)] = sequence.block_table
-        return [mx.array(slots), mx.array(ends), mx.array(tables)]
+        return [slots, ends, tables]
 
     def decode_plan(self, arrays: Sequence[mx.array], kinds: Any) -> Rows:
         return Rows(*arrays)

@@ -25,7 +25,8 @@ def decode_plan(trial: Trial, backend: KernelAttention, pool: LayerPool, rows: l
     mx.eval(trial.attend(backend, pool, plan, len(rows)))
     kinds = backend.decode_kinds(plan)
     positions = np.array([row.start for row in sequences], dtype=np.int32)
-    return backend.decode_plan(backend.decode_arrays(sequences, positions, kinds), kinds)
+    arrays = [mx.array(array) for array in backend.decode_arrays(sequences, positions, kinds)]
+    return backend.decode_plan(arrays, kinds)
 
 
 @pytest.mark.parametrize("case", source_cases(), ids=str)

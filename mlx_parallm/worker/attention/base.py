@@ -241,8 +241,10 @@ class CompilableAttention(AttentionBackend, Protocol):
 
     def decode_arrays(
         self, sequences: Sequence[ScheduledSequence], positions: np.ndarray, kinds: Any
-    ) -> list[mx.array]:
-        """Return the arrays of a step in which each sequence decodes one token.
+    ) -> list[np.ndarray]:
+        """Return the arrays of a step in which each sequence decodes one token, int32.
+
+        ``decode_plan`` gets them as MLX's.
 
         Args:
             sequences: sequences with one token each.

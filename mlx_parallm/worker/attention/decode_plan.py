@@ -47,7 +47,7 @@ class DecodePlan:
 
     @classmethod
     def of(cls, arrays: Sequence[mx.array], kinds: Sequence[WorkKind]) -> DecodePlan:
-        """Return the plan of arrays that ``DecodeRows.arrays`` made, or of their placeholders."""
+        """Return the plan of what ``DecodeRows.arrays`` made, as arrays or their placeholders."""
         slots, tables, *others = arrays
         pairs = zip(others[::2], others[1::2], strict=True)
         works = {
@@ -69,7 +69,7 @@ class DecodeRows:
         sequences: Sequence[ScheduledSequence],
         positions: np.ndarray,
         kinds: Sequence[WorkKind],
-    ) -> list[mx.array]:
+    ) -> list[np.ndarray]:
         """Return slots ``[T]``, tables ``[T, M]``, then items and spans of each kind, all int32.
 
         Spans have no rows if row i has item i.
@@ -84,4 +84,4 @@ class DecodeRows:
         for kind in kinds:
             items, spans = row_work(rows, rows, positions + 1, kind)
             arrays += [items, np.zeros((0, 2)) if spans is None else spans]
-        return [mx.array(array.astype(np.int32)) for array in arrays]
+        return [array.astype(np.int32) for array in arrays]

@@ -177,7 +177,7 @@ class KernelAttention:
         sequences: Sequence[ScheduledSequence],
         positions: np.ndarray,
         kinds: Sequence[WorkKind],
-    ) -> list[mx.array]:
+    ) -> list[np.ndarray]:
         """See ``CompilableAttention.decode_arrays``."""
         return self._decode_rows.arrays(sequences, positions, kinds)
 

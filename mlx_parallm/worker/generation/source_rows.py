@@ -90,7 +90,8 @@ class SourceRows:
         def make(sources: Sequence[SourceTable], num_rows: int) -> list[mx.array]:
             positions = np.zeros(num_rows, dtype=np.int32)
             positions[: len(sources)] = [source.num_tokens - 1 for source in sources]
-            return backend.decode_arrays(self._rows_of(sources), positions, kinds)
+            arrays = backend.decode_arrays(self._rows_of(sources), positions, kinds)
+            return [mx.array(array) for array in arrays]
 
         return _kept(self._arrays, sources, num_rows, make)
 

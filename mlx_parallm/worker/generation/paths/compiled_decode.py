@@ -7,6 +7,7 @@ model's Python (``docs/decisions/008-compiled-decode.md``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -135,14 +136,17 @@ class CompiledDecode:
             rotary[:count] = positions_of(sequences)
         if num_rows > count:
             token_ids = mx.concatenate([token_ids, mx.zeros(num_rows - count, mx.int32)])
-        plans = [self._backend.decode_arrays(sequences, positions, self._kinds)]
+        packed, shapes = _packed(
+            [rotary, *self._backend.decode_arrays(sequences, positions, self._kinds)]
+        )
+        source_arrays = None
         if self._source_rows is not None:
-            arrays = self._source_rows.decode_arrays(sequences, num_rows, self._source_kinds)
-            plans += [] if arrays is None else [arrays]
+            source_arrays = self._source_rows.decode_arrays(sequences, num_rows, self._source_kinds)
         inputs = (
             token_ids,
-            mx.array(rotary),
-            plans,
+            packed,
+            shapes,
+            source_arrays,
             self._chains(),
             states,
             self._table_width(sequences),
@@ -161,8 +165,9 @@ class CompiledDecode:
     def _run_adapted(  # noqa: PLR0913 - those of `_run`, and the adapters
         self,
         token_ids: mx.array,
-        positions: mx.array,
-        plans: list[list[mx.array]],
+        packed: mx.array,
+        shapes: Sequence[Sequence[int]],
+        source_arrays: list[mx.array] | None,
         chains: list[list[mx.array]],
         states: States,
         width: int,
@@ -180,30 +185,39 @@ class CompiledDecode:
         self._adapters.set_arrays(stacks)
         try:
             with self._adapters.during(AdapterRows(slots)):
-                return self._run(token_ids, positions, plans, chains, states, width)
+                return self._run(token_ids, packed, shapes, source_arrays, chains, states, width)
         finally:
             self._adapters.set_arrays(before)
 
     def _run(
         self,
         token_ids: mx.array,
-        positions: mx.array,
-        plans: list[list[mx.array]],
+        packed: mx.array,
+        shapes: Sequence[Sequence[int]],
+        source_arrays: list[mx.array] | None,
         chains: list[list[mx.array]],
         states: States,
         width: int,
     ) -> _Traced:
         """Run the traced forward. The pools are restored.
 
-        ``plans`` are the arrays of the step's plan, then those of its cross-attention, if any.
+        Args:
+            token_ids: the tokens of the rows, int32 ``[T]``.
+            packed: positions and the arrays of the step's plan, see ``_packed``.
+            shapes: the shapes of these.
+            source_arrays: the arrays of the plan of cross-attention; None if there are none.
+            chains: what orders the writes to each pool.
+            states: the rows' states.
+            width: see ``_table_width``.
         """
         before = self._chains()
         self._set_chains(chains)
         try:
-            plan = self._backend.decode_plan(plans[0], self._kinds)
+            positions, *arrays = _unpacked(packed, shapes)
+            plan = self._backend.decode_plan(arrays, self._kinds)
             source_plan = None
-            if len(plans) > 1:
-                source_plan = self._backend.decode_plan(plans[1], self._source_kinds)
+            if source_arrays is not None:
+                source_plan = self._backend.decode_plan(source_arrays, self._source_kinds)
             tables = self._backend.decode_tables(plan)[:, :width] if width else None
             step = PackedStep(self._backend, plan, positions, tables, source_plan=source_plan)
             # The forward replaces entries, and the caller's lists must stay as they are.
@@ -226,3 +240,23 @@ class CompiledDecode:
     def _set_chains(self, chains: Sequence[Sequence[mx.array]]) -> None:
         for pool, arrays in zip(self._pools, chains, strict=True):
             self._backend.set_chain(pool, arrays)
+
+
+def _packed(arrays: Sequence[np.ndarray]) -> tuple[mx.array, list[list[int]]]:
+    """Return int32 arrays as one, and their shapes.
+
+    On CUDA, MLX's arrays of host data are managed memory: the device waits for each one's pages
+    when a kernel first reads it, some 0.1 ms (``docs/decisions/053-fewer-kernels-a-layer.md``).
+    """
+    whole = np.concatenate([array.ravel() for array in arrays])
+    return mx.array(whole), [list(array.shape) for array in arrays]
+
+
+def _unpacked(packed: mx.array, shapes: Sequence[Sequence[int]]) -> list[mx.array]:
+    """Return the arrays that ``_packed`` got, as views."""
+    arrays, first = [], 0
+    for shape in shapes:
+        size = math.prod(shape)
+        arrays.append(packed[first : first + size].reshape(shape))
+        first += size
+    return arrays

@@ -64,7 +64,8 @@ def test_compiled_rows_are_those_of_a_plan(distances: int | None) -> None:
     trial.run(backend, pool)
     rows = trial.source_rows(ROWS)
     positions = np.array([row.start for row in rows], dtype=np.int32)
-    plan = backend.decode_plan(backend.decode_arrays(rows, positions, "rows"), "rows")
+    arrays = [mx.array(array) for array in backend.decode_arrays(rows, positions, "rows")]
+    plan = backend.decode_plan(arrays, "rows")
     output = trial.attend(backend, pool, plan, len(ROWS))
     assert trial.source_error(output, ROWS) <= trial.case.tolerance
     stock = ReferenceAttention.attend
