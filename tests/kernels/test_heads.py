@@ -45,7 +45,7 @@ MISTAKES = {
     "a sum instead of a mean": ("sum / D", "sum"),
     "no epsilon": ("+ EPSILON", "+ 0.5f"),
     "another row's position": ("positions[row]", "positions[0]"),
-    "rotated backwards": ("high[i] * sine", "-high[i] * sine"),
+    "rotated backwards": ("high[i] * sine[i]", "-high[i] * sine[i]"),
     "padding is written": ("else if (slot >= 0)", "else"),
     "values of another row": ("(Place)row * values_shape[2]", "(Place)0 * values_shape[2]"),
 }
@@ -54,6 +54,15 @@ MISTAKES = {
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_heads_are_those_of_mlx(shim: Shim, case: HeadCase) -> None:
     assert heads_are_right(shim, case)
+
+
+@pytest.mark.parametrize("most", [3, 4, 8, 64])
+def test_a_warp_may_make_several_heads(
+    shim: Shim, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr("mlx_parallm.worker.attention.kernel_heads.MANY_ROWS", 1)
+    monkeypatch.setattr("mlx_parallm.worker.attention.kernel_heads.MOST_HEADS", most)
+    assert heads_are_right(shim, HeadCase())
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

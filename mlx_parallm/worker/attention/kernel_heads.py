@@ -16,8 +16,9 @@ from mlx_parallm.kernels.kernel import Kernel
 from mlx_parallm.worker.attention.heads import HeadInputs, HeadSettings
 from mlx_parallm.worker.attention.kernel_pool import WARP, KernelPool, PoolLayout
 
-# WARPS of a threadgroup; each makes a head.
+# WARPS of a threadgroup; each makes a head, or MOST_HEADS where there are MANY_ROWS.
 WARPS = 4
+MANY_ROWS, MOST_HEADS = 64, 8
 # A lane has as many numbers of each half of a head as another.
 MULTIPLE = 2 * WARP
 _INPUTS = ("queries", "keys", "values", "positions", "slots", "previous")
@@ -52,7 +53,9 @@ class HeadKernels:
         extra = [*inputs.weights]
         if inputs.frequencies is not None:
             extra.append(inputs.frequencies)
-        groups = -(-rows * (settings.heads + 2 * shape.num_kv_heads) // WARPS)
+        count = 1 if rows < MANY_ROWS else MOST_HEADS
+        warps = rows * -(-(settings.heads + 2 * shape.num_kv_heads) // count)
+        groups = -(-warps // WARPS)
         queries, pool.token = self._kernel(settings, inputs.firsts)(
             inputs=[*inputs.products, inputs.positions, slots, pool.token, *pool.bound, *extra],
             output_shapes=[(rows, settings.heads, 1, shape.key_dim), (1,)],
@@ -88,6 +91,8 @@ class HeadKernels:
             "FIRST_KEY": firsts[1],
             "FIRST_VALUE": firsts[2],
             "WARPS": WARPS,
+            "MANY_ROWS": MANY_ROWS,
+            "MOST_HEADS": MOST_HEADS,
             "NORM": settings.epsilon is not None,
             "EPSILON": float(settings.epsilon or 0.0),
             "FREQUENCIES": base is None,
