@@ -10,6 +10,10 @@ from mlx_parallm.process_setup.openblas import load_openblas
 
 #: OPS_PER_BUFFER: kernels of a command buffer. The decode steps of most models have fewer.
 OPS_PER_BUFFER = 1000
+#: CUDA_OPS_PER_BUFFER: kernels after which MLX on CUDA notes how far the device is. Two layers of a
+#: prompt have as many; eleven times as many are about a step of decode rows, which the host may be
+#: ahead of the device.
+CUDA_OPS_PER_BUFFER = 32
 #: MOST_MB_PER_BUFFER: elements of a command buffer, in units of 2^20, which MLX calls megabytes.
 MOST_MB_PER_BUFFER = 400
 #: MB_PER_GIB: the same for each GiB of a small Mac's memory. What kernels write is freed when the
@@ -40,7 +44,8 @@ def prepare_device_process() -> None:
 #
 # On CUDA, MLX collects kernels in graphs, and captures each call of cuBLASLt to add it to one. To
 # update a graph it waits until the device has run it, so the host hardly gets ahead of the device.
-# Without graphs it launches each kernel (``docs/decisions/053-fewer-kernels-a-layer.md``).
+# Without graphs it launches each kernel (``docs/decisions/053-fewer-kernels-a-layer.md``). What
+# kernels write is freed when the device has run as many as a command buffer has.
 
 
 def set_mlx_variables() -> None:
@@ -55,7 +60,10 @@ def set_mlx_variables() -> None:
 def default_variables() -> dict[str, str]:
     """Return the values of MLX's variables for this platform; without a GPU they do nothing."""
     if sys.platform != "darwin":
-        return {"MLX_USE_CUDA_GRAPHS": "0"}
+        return {
+            "MLX_USE_CUDA_GRAPHS": "0",
+            "MLX_MAX_OPS_PER_BUFFER": str(CUDA_OPS_PER_BUFFER),
+        }
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "MLX_MAX_OPS_PER_BUFFER": str(OPS_PER_BUFFER),

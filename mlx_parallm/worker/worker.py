@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.types.step import NoTracer, StepTracer
+from mlx_parallm.worker.device.allocator import limit_arrays
 from mlx_parallm.worker.device.faults import DeviceFaults, is_device_error
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.device.shared_tensors import on_hosts
@@ -252,4 +253,5 @@ class _Loading(_Begun[Any]):
         plan = super().wait()
         assert self._load.model is not None
         self._models[self._name] = self._load.model
+        limit_arrays()
         return plan

@@ -24,6 +24,9 @@ LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 256 << 20, 2 << 30
 # freed: MLX then waits for the GPU before it computes more. Without it, a long prompt's activations
 # could fill the memory with command buffers that are under way.
 ARRAYS_PERCENT = 90
+# LEFT_PERCENT: part of an NVIDIA GPU's free memory that arrays take besides what they take already,
+# before MLX waits. The rest is for what is launched between two looks at it, and for fragments.
+LEFT_PERCENT = 40
 # STEP_BYTES: room for a step's arrays above what weights and KV take. Without it MLX would wait in
 # every step, and no step could run ahead.
 STEP_BYTES = 512 << 20
@@ -49,11 +52,19 @@ def limit_allocator(config: MemoryConfig) -> None:
 
 
 def limit_arrays() -> None:
-    """Set the memory that arrays take on Metal before MLX waits; call it again when models load."""
-    working_set = _working_set_bytes()
+    """Set the memory that arrays take on a GPU before MLX waits; call it again when models load.
+
+    Without a limit the host launches a whole step of prompts on CUDA before the device has run its
+    first layers, and the activations of all layers exceed what weights and KV leave.
+    """
+    active, limit = mx.get_active_memory(), 0
+    working_set, free = _working_set_bytes(), _free_bytes()
     if working_set is not None:
         limit = working_set * ARRAYS_PERCENT // 100
-        mx.set_memory_limit(max(limit, mx.get_active_memory() + STEP_BYTES))
+    elif free is not None:
+        limit = active + (free + mx.get_cache_memory()) * LEFT_PERCENT // 100
+    if limit:
+        mx.set_memory_limit(max(limit, active + STEP_BYTES))
 
 
 def default_cache_bytes(working_set_bytes: int, num_engines: int = 1) -> int:
@@ -102,6 +113,11 @@ def _check_wired(num_bytes: int) -> None:
 def _working_set_bytes() -> int | None:
     """Return what Metal recommends for all programs together; None if unknown or elsewhere."""
     return _size("max_recommended_working_set_size") if backend_name() == "metal" else None
+
+
+def _free_bytes() -> int | None:
+    """Return what is free on an NVIDIA GPU; None if unknown or elsewhere."""
+    return _size("free_memory") if backend_name() == "cuda" else None
 
 
 def _size(name: str) -> int | None:

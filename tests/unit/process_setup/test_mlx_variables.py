@@ -38,12 +38,12 @@ def test_a_value_of_the_user_stays(monkeypatch: pytest.MonkeyPatch, name: str) -
     assert values == {OPS: "1000", MB: "256"} | {name: "7"}
 
 
-def test_other_systems_keep_their_limits_and_launch_without_graphs(
+def test_other_systems_launch_without_graphs_and_note_often_how_far_the_device_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device_process.sys, "platform", "linux")
     set_mlx_variables()
-    assert OPS not in os.environ
+    assert os.environ[OPS] == "32"
     assert MB not in os.environ
     assert os.environ[GRAPHS] == "0"
     monkeypatch.setenv(GRAPHS, "1")

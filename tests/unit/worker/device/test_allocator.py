@@ -13,6 +13,7 @@ from mlx_parallm.config import MemoryConfig
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.attention.base import LayerShape
 from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.device import allocator
 from mlx_parallm.worker.device.allocator import (
     STEP_BYTES,
     default_cache_bytes,
@@ -95,6 +96,31 @@ def test_other_devices_keep_the_limit_of_mlx(monkeypatch: pytest.MonkeyPatch) ->
     assert limits == []
     limit_allocator(MemoryConfig(mlx_cache_bytes=3 * MIB))
     assert limits == [3 * MIB]
+
+
+@pytest.mark.parametrize(
+    ("free_gb", "cached_gb", "room_gb"), [(12, 0, 4.8), (10, 2.5, 5.0), (0.5, 0, 0.5)]
+)
+def test_on_cuda_steps_take_part_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, free_gb: float, cached_gb: float, room_gb: float
+) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr(allocator, "backend_name", lambda: "cuda")
+    monkeypatch.setattr(mx, "device_info", lambda *_: {"free_memory": int(free_gb * GIB)})
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 100 * GIB)
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: int(cached_gb * GIB))
+    monkeypatch.setattr(mx, "set_memory_limit", limits.append)
+    limit_arrays()
+    assert limits == [pytest.approx((100 + room_gb) * GIB, abs=8)]
+
+
+def test_on_cuda_of_unknown_free_memory_the_limit_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr(allocator, "backend_name", lambda: "cuda")
+    monkeypatch.setattr(mx, "device_info", lambda *_: {})
+    monkeypatch.setattr(mx, "set_memory_limit", limits.append)
+    limit_arrays()
+    assert limits == []
 
 
 @pytest.mark.parametrize("name", ["memory_size", "max_recommended_working_set_size"])
