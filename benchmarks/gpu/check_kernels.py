@@ -29,6 +29,9 @@ from mlx_parallm.worker.attention.base import LayerShape
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.layers.packed_kernel import PackedKernels
+from mlx_parallm.worker.layers.packed_kernel import why_not as why_not_packed
+from mlx_parallm.worker.layers.packing import MXFP4, Packing
 from tests.builders.kernel_cases import TOLERANCES, Case, Trial
 
 BLOCK_SIZE = 16
@@ -43,6 +46,8 @@ MAX_POOL_BYTES = 24 << 30
 REPEATS = 10
 
 
+# PACKED_DEPTHS: lengths of rows; more and less than what threadgroups load at once.
+PACKED_DEPTHS = (1024, 4096, 12288)
 #: ``ROWS``: decode rows of very different lengths and a few tokens of one sequence.
 ROWS = ((300, 1), (1000, 1), (4, 7), (0, 1), (2047, 1))
 MIXED = ((200, 1), (0, 33), (700, 1), (64, 100), (9, 3))
@@ -111,8 +116,22 @@ def check(language: KernelLanguage, tuning: Tuning | None = None) -> int:
         failed += not is_right
         verdict = "ok  " if is_right else "FAIL"
         print(f"{verdict} {error:.1e} (reference {beside}) {seconds:5.1f} s  {case}", flush=True)
-    failed += check_copies(language) + check_moves(language)
+    failed += check_copies(language) + check_moves(language) + check_packed(language)
     return failed + check_order(language)
+
+
+def check_packed(language: KernelLanguage) -> int:
+    """Compare the kernels of packed weights with MLX, and return the number of failures."""
+    if not language.has_tensor_cores:
+        return 0
+    failed = 0
+    packings = [Packing(bits, size) for bits in (4, 8) for size in (32, 64, 128)]
+    for packing, depth in itertools.product((*packings, Packing(4, 32, MXFP4)), PACKED_DEPTHS):
+        for dtype in (mx.bfloat16,) if packing.mode == MXFP4 else (mx.bfloat16, mx.float16):
+            reason = why_not_packed(PackedKernels(language), packing, dtype, depth)
+            failed += reason is not None
+            print(f"{reason or 'ok'}  {packing}, {dtype}, rows of {depth}", flush=True)
+    return failed
 
 
 def check_copies(language: KernelLanguage) -> int:

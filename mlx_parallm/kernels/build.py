@@ -29,7 +29,7 @@ TYPES: Mapping[mx.Dtype, str] = MappingProxyType(
 # SWITCHES: constants that are macros, because they choose lines of the texts.
 SWITCHES = (
     *("BITS", "SPLIT", "SINKS", "BIAS", "SOFT_CAP", "WINDOW", "OUTPUTS", "EXPERTS"),
-    *("FROM_POOL", "TO_POOL", "NORM", "FREQUENCIES"),
+    *("FROM_POOL", "TO_POOL", "NORM", "FREQUENCIES", "MXFP4"),
 )
 
 

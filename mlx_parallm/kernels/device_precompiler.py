@@ -23,6 +23,7 @@ CUDA_TYPES: Mapping[mx.Dtype, str] = MappingProxyType(
         mx.float16: "__half",
         mx.bfloat16: "__nv_bfloat16",
         mx.uint32: "unsigned",
+        mx.uint8: "unsigned char",
         mx.int32: "int",
     }
 )

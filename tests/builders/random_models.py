@@ -18,11 +18,14 @@ from mlx_parallm.worker.layers.attention_heads import use_head_kernels
 from mlx_parallm.worker.layers.block_kernels import BlockKernels, use_block_kernels
 from mlx_parallm.worker.layers.delta_net import NetKernels, use_net_kernels
 from mlx_parallm.worker.layers.expert_kernel import ExpertKernel, use_expert_layers
+from mlx_parallm.worker.layers.packed import begin_packed_kernels, use_packed_kernels
+from mlx_parallm.worker.layers.packed_kernel import PackedKernels
+from mlx_parallm.worker.layers.packing import AFFINE
 from mlx_parallm.worker.layers.row_kernel import RowKernel
 from mlx_parallm.worker.layers.row_layers import use_row_layers
 from mlx_parallm.worker.layers.state_kernels import ConvolutionKernel
 from mlx_parallm.worker.layers.state_layers import use_state_layers
-from mlx_parallm.worker.weights.loader import LoadedModel
+from mlx_parallm.worker.weights.loader import DTYPES, LoadedModel
 
 COMMON: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
@@ -153,15 +156,15 @@ class RandomModel:
 
 
 def random_model(
-    shape: str, *, bits: int | None = None, dtype: mx.Dtype = mx.bfloat16
+    shape: str, *, bits: int | None = None, mode: str = AFFINE, dtype: mx.Dtype = mx.bfloat16
 ) -> RandomModel:
-    """Return a model of a shape; ``bits`` quantises it in groups of 64."""
+    """Return a model of a shape; ``bits`` quantises it in groups of 64, or of 32 in other modes."""
     config = SHAPES[shape]
     mx.random.seed(0)
     model = stock_model(config)
     _cast(model, dtype)
     if bits is not None:
-        nn.quantize(model, group_size=64, bits=bits)
+        nn.quantize(model, group_size=64 if mode == AFFINE else 32, bits=bits, mode=mode)
     model.eval()
     sizes = _evaluate(model)
     tables = [size for name, size in sizes.items() if "embed_tokens" in name]
@@ -197,6 +200,10 @@ def flatten(model: RandomModel) -> None:
     is_cuda = backend_name() == "cuda"
     use_row_layers(model.model, RowKernel(CudaLanguage()) if is_cuda else None)
     if is_cuda:
+        packed = PackedKernels(CudaLanguage())
+        dtype = DTYPES[model.loaded.dtype]
+        begin_packed_kernels(model.model, packed, dtype)
+        use_packed_kernels(model.model, packed, dtype)
         use_expert_layers(model.model, ExpertKernel(CudaLanguage()))
         use_state_layers(model.model, ConvolutionKernel(CudaLanguage()))
         use_net_kernels(model.model, NetKernels(CudaLanguage()))

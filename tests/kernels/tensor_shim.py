@@ -20,6 +20,9 @@ class TensorShim(CudaShim):
     has_tensor_cores = True
 
     def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Any:
-        real = kernel_text(TEXTS / "tensor_cores" / "tensor.cu")
-        shim = (SHIM / "tensor.h").read_text().replace("#pragma once", "")
-        return super().make(replace(text, header=text.header.replace(real, shim)), dtypes)
+        header = text.header
+        for name in ("tensor", "warpgroups"):
+            real = kernel_text(TEXTS / "tensor_cores" / f"{name}.cu")
+            shim = (SHIM / f"{name}.h").read_text().replace("#pragma once", "")
+            header = header.replace(real, shim)
+        return super().make(replace(text, header=header), dtypes)

@@ -7,86 +7,52 @@ longer than the product of plain weights, so that unpacking a layer's weights fi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
 
-#: ``AFFINE``, ``MXFP4`` and ``MXFP8``: modes of ``mx.quantize``.
-AFFINE, MXFP4, MXFP8 = "affine", "mxfp4", "mxfp8"
+from mlx_parallm.worker.device.kernel_trial import KernelTrials
+from mlx_parallm.worker.layers.packed_kernel import (
+    DTYPES,
+    Format,
+    PackedKernels,
+    variant_for,
+    why_not,
+    why_unsupported,
+)
+from mlx_parallm.worker.layers.packing import AFFINE, MXFP4, MXFP8, Packing
+
 # FOUR_BITS, EIGHT_BITS: widths of numbers of which a byte holds two, or one.
 FOUR_BITS, EIGHT_BITS = 4, 8
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """The form in which ``mx.quantize`` packed a weight ``[N, K]``.
-
-    Attributes:
-        bits: of a number.
-        group_size: how many numbers of a row share a scale.
-        mode: see ``mx.quantize``.
-    """
-
-    bits: int
-    group_size: int
-    mode: str = AFFINE
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of a layer's arrays."""
-        return ("weight", "scales", "biases") if self.mode == AFFINE else ("weight", "scales")
-
-    def product(self, x: mx.array, arrays: Sequence[mx.array]) -> mx.array:
-        """Return MLX's product ``x @ weight.T``; ``arrays`` are in the order of ``names``."""
-        weight, scales, *biases = arrays
-        return mx.quantized_matmul(
-            x,
-            weight,
-            scales,
-            biases[0] if biases else None,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-        )
-
-    def unpacked(self, arrays: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
-        """Return the weight as MLX unpacks it."""
-        weight, scales, *biases = arrays
-        return mx.dequantize(
-            weight,
-            scales,
-            biases[0] if biases else None,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-            dtype=dtype,
-        )
-
-
-def packing_of(layer: Any) -> Packing | None:
-    """Return the packing of a layer's weight; None if it is plain."""
-    if isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding):
-        return Packing(layer.bits, layer.group_size, layer.mode)
-    return None
-
-
-@dataclass(frozen=True, slots=True)
 class PackedProducts:
-    """The product ``x @ weight.T`` of a packed weight.
+    """The products ``x @ weight.T`` of packed weights with rows of one length.
 
     Attributes:
-        packing: of the weight.
-        computes_in_float32: True on the CPU, where MLX computes 16-bit numbers one at a time.
+        packing: of the weights.
+        depth: the length of their rows, K.
+        kernels: that multiply and unpack on a GPU; None to use MLX's operations alone.
         max_stock_rows: more rows are multiplied with the unpacked weight; None for no limit.
         piece_numbers: so many numbers of the weight, or one row, are unpacked at a time.
     """
 
-    packing: Packing
-    computes_in_float32: bool
-    max_stock_rows: int | None
-    piece_numbers: int
+    def __init__(self, packing: Packing, depth: int, backend: str) -> None:
+        """Prepare for a backend, see ``backend_name``."""
+        self.packing = packing
+        self.depth = depth
+        self.kernels: PackedKernels | None = None
+        # MLX's CPU backend computes 16-bit numbers one at a time.
+        self._is_on_cpu = backend == "cpu"
+        self.max_stock_rows: int | None = None
+        self.piece_numbers = PIECE_NUMBERS
+        if backend == "cpu":
+            key = packing.mode, packing.bits
+            self.max_stock_rows = MAX_STOCK_ROWS_CPU.get(key, MAX_STOCK_ROWS_CPU_SLOW)
+            self.piece_numbers = PIECE_NUMBERS_CPU
+        elif backend == "cuda":
+            self.max_stock_rows = MAX_STOCK_ROWS_CUDA
 
     def __call__(self, x: mx.array, arrays: Sequence[mx.array]) -> mx.array:
         """Return the product ``[..., N]`` in the dtype of x.
@@ -97,19 +63,22 @@ class PackedProducts:
         """
         dtype = x.dtype
         rows = x.reshape(-1, x.shape[-1])
-        if self.computes_in_float32:
+        if self._is_on_cpu:
             rows = rows.astype(mx.float32)
             arrays = [_in_float32(array) for array in arrays]
-        if self.max_stock_rows is None or rows.shape[0] <= self.max_stock_rows:
-            # MLX's CUDA backend treats [T, 1, K] as T products, which read the weight T times.
-            product = self.packing.product(rows, arrays)
-        else:
-            product = self._unpacked_product(rows, arrays)
-        return product.astype(dtype).reshape(*x.shape[:-1], -1)
+        return self._product(rows, arrays).astype(dtype).reshape(*x.shape[:-1], -1)
 
-    def _unpacked_product(self, rows: mx.array, arrays: Sequence[mx.array]) -> mx.array:
-        width, depth = arrays[0].shape[0], rows.shape[1]
-        step = max(1, self.piece_numbers // depth)
+    def _product(self, rows: mx.array, arrays: Sequence[mx.array]) -> mx.array:
+        kernels = self.kernels if rows.dtype in DTYPES else None
+        if kernels is not None:
+            variant = variant_for(Format(self.packing, rows.dtype), len(rows), len(arrays[0]))
+            if variant is not None:
+                return kernels.product(rows, arrays, self.packing, variant)
+        elif self.max_stock_rows is None or len(rows) <= self.max_stock_rows:
+            # MLX's CUDA backend treats [T, 1, K] as T products, which read the weight T times.
+            return self.packing.product(rows, arrays)
+        width = len(arrays[0])
+        step = max(1, self.piece_numbers // self.depth)
         products: list[mx.array] = []
         for first in range(0, width, step):
             piece = [array[first : first + step] for array in arrays] if step < width else arrays
@@ -120,18 +89,49 @@ class PackedProducts:
         return products[0] if len(products) == 1 else mx.concatenate(products, axis=-1)
 
     def _unpacked(self, arrays: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
-        if self.computes_in_float32:
+        if self._is_on_cpu:
             return unpacked_on_cpu(arrays, self.packing)
+        if self.kernels is not None and dtype in DTYPES:
+            return self.kernels.unpacked(arrays, self.packing, dtype)
         return self.packing.unpacked(arrays, dtype)
 
 
-def products_for(packing: Packing, backend: str) -> PackedProducts:
-    """Return how a backend, see ``backend_name``, multiplies weights of a packing."""
-    if backend == "cpu":
-        few = MAX_STOCK_ROWS_CPU.get((packing.mode, packing.bits), MAX_STOCK_ROWS_CPU_SLOW)
-        return PackedProducts(packing, True, few, PIECE_NUMBERS_CPU)
-    few = MAX_STOCK_ROWS_CUDA if backend == "cuda" else None
-    return PackedProducts(packing, False, few, PIECE_NUMBERS)
+def use_packed_kernels(
+    model: nn.Module, kernels: PackedKernels, dtype: mx.Dtype, trials: KernelTrials | None = None
+) -> int:
+    """Give the packed layers of a model the kernels where these agree with MLX.
+
+    Args:
+        model: with layers of ``use_packed_layers``.
+        kernels: the kernels.
+        dtype: of the model's hidden states.
+        trials: the trials of the model's kernels; None for new ones.
+
+    Returns:
+        How many kinds of weights have the kernels.
+    """
+    trial = (trials or KernelTrials()).of("the kernels of packed weights are")
+    served = 0
+    for packed in packed_products(model):
+        packing, depth = packed.packing, packed.depth
+        shape = (packing.mode, packing.bits, packing.group_size, depth, dtype)
+        if trial.agree(shape, partial(why_not, kernels, packing, dtype, depth)):
+            packed.kernels = kernels
+            served += 1
+    return served
+
+
+def begin_packed_kernels(model: nn.Module, kernels: PackedKernels, dtype: mx.Dtype) -> None:
+    """Begin to compile the kernels for a model's packed layers, all at the same time."""
+    for packed in packed_products(model):
+        if why_unsupported(packed.packing, dtype, packed.depth) is None:
+            kernels.begin(Format(packed.packing, dtype))
+
+
+def packed_products(model: nn.Module) -> list[PackedProducts]:
+    """Return the products of a model's packed layers, one for each packing and length of rows."""
+    products = [module["_packed"] for module in model.modules() if "_packed" in module]
+    return list({id(each): each for each in products}.values())
 
 
 # MAX_STOCK_ROWS_CPU: by mode and bits, the rows up to which ``quantized_matmul`` is faster than

@@ -21,7 +21,8 @@ import mlx.nn as nn
 from mlx_parallm.types.shape_buckets import padded_rows
 from mlx_parallm.worker.device.kernel_trial import KernelTrials, ShapeTrials
 from mlx_parallm.worker.device.properties import backend_name
-from mlx_parallm.worker.layers.packed import packing_of, products_for
+from mlx_parallm.worker.layers.packed import PackedProducts
+from mlx_parallm.worker.layers.packing import WORD_BITS, Packing, packing_of
 from mlx_parallm.worker.layers.row_kernel import MAX_ROWS, RowKernel, why_not, why_unsupported
 from mlx_parallm.worker.layers.wrapped_calls import replace_class
 
@@ -82,7 +83,7 @@ class RowProduct:
         """Prepare; no weight is read.
 
         Args:
-            layers: that read the same input.
+            layers: that read the same input; packed ones as ``use_packed_layers`` makes them.
             kernel: ``settle`` decides if it is used; None to use MLX's operations alone.
             trial: the trials of the kernel.
         """
@@ -92,8 +93,7 @@ class RowProduct:
         self.widths = [layer["weight"].shape[0] for layer in layers]
         self._candidate = kernel
         self._trial = trial
-        packing = packing_of(layers[0])
-        self._packed = None if packing is None else products_for(packing, backend_name())
+        self._packed: PackedProducts | None = layers[0].get("_packed")
         self._views: dict[int, mx.array] = {}
         self._input: mx.array | None = None
         self._outputs: list[Part | None] = []
@@ -283,6 +283,7 @@ def row_products(
         kernel: the kernel for few rows; None to use MLX's operations alone.
         trials: the trials of the model's kernels; None for new ones.
     """
+    use_packed_layers(model)
     groups = list(_groups(model))
     trial = (trials or KernelTrials()).of("the linear kernel is")
     if kernel is not None:
@@ -290,28 +291,24 @@ def row_products(
     products = [RowProduct(group, kernel, trial) for group in groups]
     for product in products:
         for index, layer in enumerate(product.layers):
-            replace_class(layer, ROW_LAYERS[type(layer)], _product=product, _index=index)
-    use_packed_layers(model)
+            kind = ROW_LAYERS.get(type(layer), type(layer))
+            replace_class(layer, kind, _product=product, _index=index)
     return products
 
 
 def use_packed_layers(model: nn.Module) -> int:
-    """Make a model's packed layers multiply by the way for their rows; return how many are new.
-
-    Layers that a ``RowProduct`` computes get it for their other inputs.
-    """
-    ways = {
-        id(layer): (layer, products_for(packing, backend_name()))
-        for layer in model.modules()
-        if (packing := packing_of(layer)) is not None and "_packed" not in layer
-    }
+    """Make a model's packed layers multiply by the way for their rows; return how many are new."""
+    known: dict[tuple[Packing, int], PackedProducts] = {}
+    layers = {id(layer): layer for layer in model.modules() if type(layer) in ROW_LAYERS}
     num_new = 0
-    for layer, packed in ways.values():
-        if type(layer) in ROW_LAYERS:
-            replace_class(layer, ROW_LAYERS[type(layer)])
+    for layer in layers.values():
+        packing = packing_of(layer)
+        if packing is not None:
+            depth = layer["weight"].shape[1] * WORD_BITS // packing.bits
+            key = packing, depth
+            known.setdefault(key, PackedProducts(packing, depth, backend_name()))
+            replace_class(layer, ROW_LAYERS[type(layer)], _packed=known[key], _product=None)
             num_new += 1
-        if type(layer) in ROW_LAYERS.values():
-            layer["_packed"] = packed
     return num_new
 
 
@@ -364,7 +361,8 @@ def _groups(model: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def _fits(layer: Any) -> bool:
-    return type(layer) in ROW_LAYERS and "bias" not in layer
+    is_new = type(layer) in ROW_LAYERS or ("_packed" in layer and layer["_product"] is None)
+    return is_new and "bias" not in layer
 
 
 def _alike(layers: Sequence[nn.Module]) -> bool:

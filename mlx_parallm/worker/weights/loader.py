@@ -36,6 +36,8 @@ from mlx_parallm.worker.layers.attention_heads import use_head_kernels
 from mlx_parallm.worker.layers.block_kernels import BlockKernels, use_block_kernels
 from mlx_parallm.worker.layers.delta_net import NetKernels, use_net_kernels
 from mlx_parallm.worker.layers.expert_kernel import ExpertKernel, use_expert_layers
+from mlx_parallm.worker.layers.packed import begin_packed_kernels, use_packed_kernels
+from mlx_parallm.worker.layers.packed_kernel import PackedKernels
 from mlx_parallm.worker.layers.row_kernel import RowKernel
 from mlx_parallm.worker.layers.row_layers import RowProduct, row_products, use_packed_layers
 from mlx_parallm.worker.layers.state_kernels import ConvolutionKernel
@@ -225,13 +227,17 @@ def open_model(
         if backend_name() != "cuda":
             return OpenedModel(loaded, ranks)
         products = row_products(model, RowKernel(CudaLanguage()), trials)
-        return OpenedModel(loaded, ranks, products, _cuda_kernels(model, trials))
+        return OpenedModel(loaded, ranks, products, _cuda_kernels(loaded, trials))
 
 
-def _cuda_kernels(model: nn.Module, trials: KernelTrials | None) -> list[Callable[[], int]]:
+def _cuda_kernels(loaded: LoadedModel, trials: KernelTrials | None) -> list[Callable[[], int]]:
     """Return what gives a model's layers, whose weights are evaluated, the kernels of CUDA."""
+    model, dtype = loaded.model, DTYPES[loaded.dtype]
     language = CudaLanguage()
+    packed = PackedKernels(language)
+    begin_packed_kernels(model, packed, dtype)
     return [
+        partial(use_packed_kernels, model, packed, dtype, trials),
         partial(use_expert_layers, model, ExpertKernel(language), trials),
         partial(use_state_layers, model, ConvolutionKernel(language), trials),
         partial(use_net_kernels, model, NetKernels(language), trials),

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.worker.layers.packed import (
-    MXFP4,
-    PackedProducts,
-    Packing,
-    products_for,
-    unpacked_on_cpu,
-)
+from mlx_parallm.worker.layers.packed import PackedProducts, unpacked_on_cpu
+from mlx_parallm.worker.layers.packing import MXFP4, Packing
 
 PACKINGS = (
     *(Packing(bits, size) for bits in (4, 8) for size in (32, 64, 128)),
@@ -57,7 +50,7 @@ def test_products_are_right_for_any_number_of_rows(
 ) -> None:
     arrays = packed(packing, dtype)
     weight = packing.unpacked(arrays, mx.float32)
-    products = products_for(packing, backend)
+    products = PackedProducts(packing, DEPTH, backend)
     for shape in ((1, 1), (2, 1), (1, 24), (3, 7), (600, 1)):
         x = mx.random.normal((*shape, DEPTH), dtype, key=mx.random.key(1))
         actual = products(x, arrays)
@@ -73,7 +66,7 @@ def test_products_are_right_for_any_number_of_rows(
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
 def test_the_weight_is_unpacked_for_more_rows_than_the_limit(backend: str) -> None:
     packing = Packing(4, 64)
-    products = products_for(packing, backend)
+    products = PackedProducts(packing, DEPTH, backend)
     arrays = packed(packing)
     assert products.max_stock_rows is not None
     for rows, weight in (
@@ -93,9 +86,9 @@ def test_pieces_of_a_weight_are_unpacked_one_after_the_other() -> None:
     arrays = list(mx.quantize(weight, packing.group_size, packing.bits))
     x = mx.random.normal((3, 1, DEPTH), key=mx.random.key(1))
     mx.eval(arrays, x)
-    whole = PackedProducts(packing, True, 1, weight.size)
+    products = PackedProducts(packing, DEPTH, "cpu")
     outputs, peaks = [], []
-    for products in (whole, replace(whole, piece_numbers=100 * DEPTH)):
+    for products.piece_numbers in (weight.size, 100 * DEPTH):
         mx.reset_peak_memory()
         before = mx.get_active_memory()
         outputs.append(products(x, arrays))

@@ -15,6 +15,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 import mlx_parallm.worker.layers
 from mlx_parallm.worker.layers.expert_kernel import RowSwitchLinear
+from mlx_parallm.worker.layers.packing import packing_of
 from mlx_parallm.worker.layers.row_layers import (
     RowEmbedding,
     RowLinear,
@@ -49,6 +50,8 @@ class _Product(RowProduct):
 
 def served(layer: nn.Module, kind: type[nn.Module]) -> nn.Module:
     """Return a layer that a kernel, or a product of several layers, computes."""
+    if packing_of(layer) is not None:
+        replace_class(layer, kind, _packed=kernel)
     replace_class(layer, kind, _product=_Product([layer]), _index=0)
     return layer
 

@@ -1,0 +1,343 @@
+"""Kernels of packed weights on an NVIDIA GPU with products of warpgroups.
+
+``mx.quantized_matmul`` takes longer than the product of plain weights from 8 rows on, and
+``mx.dequantize`` four times as long as the memory needs. These kernels read a packed weight once
+for up to 128 rows and unpack it in registers, or unpack it for cuBLAS at the memory's speed. See
+``docs/decisions/055-packed-weights-by-rows.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
+from mlx_parallm.kernels.kernel import Kernel, Residency
+from mlx_parallm.kernels.language import KernelLanguage
+from mlx_parallm.types.shape_buckets import ROW_COUNTS
+from mlx_parallm.worker.attention.kernels import TEXTS
+from mlx_parallm.worker.device.kernel_trial import cuda_report, largest_error, why_off
+from mlx_parallm.worker.device.kernels import KernelReport
+from mlx_parallm.worker.layers.packing import AFFINE, MXFP4, WORD_BITS, Packing
+
+# WARP, WARPGROUP: threads.
+WARP, WARPGROUP = 32, 128
+# PIECE: bytes that are loaded at once.
+PIECE = 16
+# FEW: rows of x for which tensor cores multiply as long as for one.
+FEW = 8
+# SLAB: numbers of a row that a warpgroup multiplies at once.
+SLAB = 64
+# ALIGNMENT of chunks in shared memory, in bytes.
+ALIGNMENT = 1024
+HEADERS = (
+    *("common.metal", "tensor_cores/tensor.cu", "tensor_cores/warpgroups.cu"),
+    "packed/numbers.cu",
+)
+# UNPACK_THREADS: of a threadgroup that unpacks; each unpacks UNPACK_PIECES times 8 numbers.
+UNPACK_THREADS, UNPACK_PIECES = 256, 4
+# PACKINGS: the modes and bits of which the texts know the numbers.
+PACKINGS = ((AFFINE, 4), (AFFINE, 8), (MXFP4, 4))
+# MAX_ERROR is in parts of the largest value: 16-bit products are rounded to 8 bits or more.
+MAX_ERROR = 0.02
+# REPORT_DEPTH, REPORT_GROUP: of the weight that ``packed_report`` tests.
+REPORT_DEPTH, REPORT_GROUP = 4096, 64
+# TRIAL_WIDTH: rows of the weight in the check, no multiple of a threadgroup's.
+TRIAL_WIDTH = 168
+DTYPES = (mx.bfloat16, mx.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A packing, and the dtype of values."""
+
+    packing: Packing
+    dtype: mx.Dtype
+
+    @property
+    def arrays(self) -> int:
+        """Return 2 for scales and biases, 1 for scales."""
+        return len(self.packing.names) - 1
+
+    @property
+    def scale_bytes(self) -> int:
+        """Return the bytes of a scale."""
+        return 1 if self.packing.mode == MXFP4 else self.dtype.size
+
+    @property
+    def scale_span(self) -> int:
+        """Return of how many numbers the scales are a piece."""
+        return PIECE // self.scale_bytes * self.packing.group_size
+
+    @property
+    def constants(self) -> dict[str, Constant]:
+        """Return what the kernels' texts know of it."""
+        return {
+            "T": self.dtype,
+            "BITS": self.packing.bits,
+            "MXFP4": int(self.packing.mode == MXFP4),
+            "GROUP": self.packing.group_size,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A variant of ``rows.cu``: up to ``FEW`` rows of x.
+
+    Attributes:
+        wide: rows of the weight, of a threadgroup.
+        warps: of a threadgroup.
+        span: numbers of a row that are loaded at once.
+        stages: spans that are in shared memory.
+    """
+
+    wide: int
+    warps: int
+    span: int
+    stages: int
+
+    text = "packed/rows.cu"
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a threadgroup."""
+        return WARP * self.warps
+
+    @property
+    def constants(self) -> dict[str, Constant]:
+        """Return the text's constants."""
+        return {"WIDE": self.wide, "WARPS": self.warps, "SPAN": self.span, "STAGES": self.stages}
+
+    def residency(self, form: Format) -> Residency:
+        """Return the room that threadgroups take."""
+        bits = form.packing.bits
+        line = self.span * bits // 8 + bits * 4
+        scale_line = self.span // form.packing.group_size * form.scale_bytes + PIECE
+        stages = self.stages * self.wide * (line + form.arrays * scale_line)
+        sums = self.warps * FEW * (self.wide + 1) * mx.float32.size
+        return Residency(max(stages, sums), self.threads)
+
+    def threadgroups(self, rows: int, width: int) -> int:
+        """Return how many threadgroups multiply so many rows of x and of the weight."""
+        assert rows <= FEW
+        return -(-width // self.wide)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A variant of ``tiles.cu``.
+
+    Attributes:
+        rows: of x, of a threadgroup.
+        wide: rows of the weight, of a threadgroup.
+        slabs: warpgroups that divide the depth.
+        stages: chunks that are in shared memory.
+        resident: threadgroups of a processor, which bounds their registers.
+    """
+
+    rows: int
+    wide: int
+    slabs: int
+    stages: int
+    resident: int = 1
+
+    text = "packed/tiles.cu"
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a threadgroup."""
+        return WARPGROUP * self.wide // SLAB * self.slabs
+
+    @property
+    def constants(self) -> dict[str, Constant]:
+        """Return the text's constants."""
+        return {
+            "ROWS": self.rows,
+            "TILE_ROWS": self.rows,
+            "WIDE": self.wide,
+            "SLABS": self.slabs,
+            "STAGES": self.stages,
+        }
+
+    def residency(self, form: Format) -> Residency:
+        """Return the room that threadgroups take."""
+        chunk = SLAB * self.slabs
+        weights = self.wide * form.packing.bits // 8
+        stages = self.stages * chunk * (self.rows * form.dtype.size + weights)
+        spans = 2 if form.scale_span // chunk >= self.stages else 4
+        scales = spans * form.arrays * self.wide * PIECE
+        sums = self.slabs * self.rows * (self.wide + 4) * mx.float32.size
+        return Residency(max(stages + scales, sums) + ALIGNMENT, self.threads, self.resident)
+
+    def threadgroups(self, rows: int, width: int) -> int:
+        """Return how many threadgroups multiply so many rows of x and of the weight."""
+        return -(-rows // self.rows) * -(-width // self.wide)
+
+
+# FEW_ROWS: variants for up to ``FEW`` rows of x, by bits.
+FEW_ROWS = {4: Rows(wide=16, warps=4, span=2048, stages=2), 8: Rows(16, 8, 1024, 3)}
+# MAX_NARROW: a weight of so few rows has few threadgroups, so that these need more warps.
+MAX_NARROW = 8192
+# NARROW_TILES, WIDE_TILES: by bits, up to how many rows of x which variant is the fastest on an
+# H200. More rows pay for unpacking the weight (docs/decisions/055-packed-weights-by-rows.md).
+_FIRST = (16, Tiles(16, 64, 2, 6))
+_LAST = (512, Tiles(128, 128, 1, 4, 2))
+NARROW_TILES = {
+    4: (
+        _FIRST,
+        (32, Tiles(32, 64, 4, 6)),
+        (64, Tiles(64, 64, 4, 4)),
+        (128, Tiles(64, 64, 2, 5, 2)),
+        (256, Tiles(128, 64, 2, 4)),
+        _LAST,
+    ),
+    8: (
+        _FIRST,
+        (32, Tiles(32, 64, 4, 6)),
+        (64, Tiles(64, 64, 4, 4)),
+        (128, Tiles(64, 64, 2, 4, 2)),
+        (256, Tiles(128, 64, 2, 3)),
+        _LAST,
+    ),
+}
+WIDE_TILES = {
+    4: (_FIRST, (32, Tiles(32, 64, 2, 6)), (64, Tiles(64, 64, 2, 5, 2)), _LAST),
+    8: (_FIRST, (32, Tiles(32, 64, 1, 8, 2)), (64, Tiles(64, 128, 1, 5, 2)), _LAST),
+}
+
+
+def variant_for(form: Format, rows: int, width: int) -> Rows | Tiles | None:
+    """Return the variant that multiplies so many rows of x and of the weight; None to unpack."""
+    bits = form.packing.bits
+    if rows <= FEW:
+        return FEW_ROWS[bits]
+    tiles = (WIDE_TILES if width > MAX_NARROW else NARROW_TILES)[bits]
+    return next((variant for limit, variant in tiles if rows <= limit), None)
+
+
+def why_unsupported(packing: Packing, dtype: mx.Dtype, depth: int) -> str | None:
+    """Return why the kernels do not take weights with rows of this length; None if they do."""
+    form = Format(packing, dtype)
+    if (packing.mode, packing.bits) not in PACKINGS:
+        return f"{packing.bits} bits, {packing.mode}"
+    if dtype not in DTYPES or (packing.mode == MXFP4 and dtype != mx.bfloat16):
+        return f"rows of {dtype}"
+    if depth % max(form.scale_span, 2 * SLAB):
+        return f"rows of {depth} numbers"
+    return None
+
+
+def why_not(kernels: PackedKernels, packing: Packing, dtype: mx.Dtype, depth: int) -> str | None:
+    """Return why the kernels are not to be used for rows of this length; None if they are right."""
+    reason = why_unsupported(packing, dtype, depth)
+    return reason or why_off(lambda: kernels_error(kernels, packing, dtype, depth), MAX_ERROR)
+
+
+def packed_report() -> KernelReport:
+    """Test the kernels on the default device, if it has kernels."""
+    packing = Packing(4, REPORT_GROUP)
+    return cuda_report(
+        lambda language: why_not(PackedKernels(language), packing, mx.bfloat16, REPORT_DEPTH)
+    )
+
+
+def kernels_error(kernels: PackedKernels, packing: Packing, dtype: mx.Dtype, depth: int) -> float:
+    """Return the largest difference from MLX's operations, in parts of the largest value."""
+    form = Format(packing, dtype)
+    weight = mx.random.normal((TRIAL_WIDTH, depth), dtype, key=mx.random.key(0))
+    arrays = mx.quantize(weight, packing.group_size, packing.bits, packing.mode)
+    plain = packing.unpacked(arrays, dtype)
+    worst = largest_error(kernels.unpacked(arrays, packing, dtype), plain)
+    for rows, variant in variants_of(form):
+        x = mx.random.normal((rows, depth), dtype, key=mx.random.key(rows))
+        actual = kernels.product(x, arrays, packing, variant)
+        worst = max(worst, largest_error(actual, x @ plain.T))
+    return worst
+
+
+def variants_of(form: Format) -> Iterator[tuple[int, Rows | Tiles]]:
+    """Yield the variants in use, each with a number of rows that it does not fill."""
+    known: set[Rows | Tiles] = set()
+    for width in (MAX_NARROW, MAX_NARROW + 1):
+        for rows in (*ROW_COUNTS, 2 * ROW_COUNTS[-1]):
+            variant = variant_for(form, rows, width)
+            if variant is not None and variant not in known:
+                known.add(variant)
+                yield max(1, rows - 1), variant
+
+
+class PackedKernels:
+    """The kernels of packed weights; each variant is compiled once."""
+
+    def __init__(self, language: KernelLanguage) -> None:
+        """Prepare to build kernels in ``language``: CUDA's, or a test's stand-in for it."""
+        self._builder = KernelBuilder(language, TEXTS, "packed", _argument_dtype)
+        self._kernels: dict[tuple[Format, Rows | Tiles | None], Kernel] = {}
+
+    def product(
+        self, x: mx.array, arrays: Sequence[mx.array], packing: Packing, variant: Rows | Tiles
+    ) -> mx.array:
+        """Return the product ``x @ weight.T``, ``[T, N]`` in the dtype of x.
+
+        Args:
+            x: T rows, ``[T, K]``.
+            arrays: of the weight ``[N, K]``, in the order of ``Packing.names``.
+            packing: of the weight.
+            variant: of the kernel; rows of x fit it.
+        """
+        rows, width = x.shape[0], arrays[0].shape[0]
+        return self.kernel(Format(packing, x.dtype), variant)(
+            inputs=[x, *arrays],
+            output_shapes=[(rows, width)],
+            output_dtypes=[x.dtype],
+            grid=(variant.threadgroups(rows, width) * variant.threads, 1, 1),
+            threadgroup=(variant.threads, 1, 1),
+        )[0]
+
+    def unpacked(self, arrays: Sequence[mx.array], packing: Packing, dtype: mx.Dtype) -> mx.array:
+        """Return the weight ``[N, K]`` in a dtype of ``DTYPES``."""
+        width, words = arrays[0].shape
+        depth = words * WORD_BITS // packing.bits
+        threadgroups = -(-width * depth // (8 * UNPACK_THREADS * UNPACK_PIECES))
+        return self.kernel(Format(packing, dtype), None)(
+            inputs=list(arrays),
+            output_shapes=[(width, depth)],
+            output_dtypes=[dtype],
+            grid=(threadgroups * UNPACK_THREADS, 1, 1),
+            threadgroup=(UNPACK_THREADS, 1, 1),
+        )[0]
+
+    def begin(self, form: Format) -> None:
+        """Begin to compile the kernels in use, in the background if possible."""
+        for variant in (None, *(variant for _, variant in variants_of(form))):
+            self.kernel(form, variant)
+
+    def kernel(self, form: Format, variant: Rows | Tiles | None) -> Kernel:
+        """Return a product's kernel, or with None the one that unpacks; it begins to compile."""
+        key = (form, variant)
+        if key not in self._kernels:
+            self._kernels[key] = self._build(form, variant)
+        return self._kernels[key]
+
+    def _build(self, form: Format, variant: Rows | Tiles | None) -> Kernel:
+        names = form.packing.names
+        if variant is None:
+            spec = KernelSpec("packed/unpack.cu", names, ("out",), HEADERS)
+            return self._builder.kernel(
+                spec, {**form.constants, "THREADS": UNPACK_THREADS, "PIECES": UNPACK_PIECES}
+            )
+        spec = KernelSpec(
+            variant.text, ("x", *names), ("out",), HEADERS, residency=variant.residency(form)
+        )
+        return self._builder.kernel(spec, {**form.constants, **variant.constants})
+
+
+def _argument_dtype(name: str, constants: Mapping[str, Constant]) -> mx.Dtype | None:
+    if name == "weight":
+        return mx.uint32
+    if name == "scales" and constants["MXFP4"]:
+        return mx.uint8
+    dtype = constants["T"]
+    return dtype if isinstance(dtype, mx.Dtype) else None
