@@ -31,11 +31,13 @@ from mlx_parallm.worker.attention.backend_choice import AttentionReport, attenti
 from mlx_parallm.worker.device.kernels import CompilerReport, KernelReport, compiler_report
 from mlx_parallm.worker.device.properties import DeviceReport, device_report
 from mlx_parallm.worker.layers.expert_kernel import expert_report
+from mlx_parallm.worker.layers.packed_kernel import packed_report
 from mlx_parallm.worker.layers.row_kernel import linear_report
 from mlx_parallm.worker.layers.state_kernels import states_report
 from mlx_parallm.worker.lora.adapter_check import adapter_report
 from mlx_parallm.worker.sampling.check import sampling_report
 from mlx_parallm.worker.timing.kernels import KernelTime, time_kernels
+from mlx_parallm.worker.timing.products import ProductTimes, time_products
 from mlx_parallm.worker.timing.tunings import TuningTime, time_tunings
 
 if TYPE_CHECKING:
@@ -101,6 +103,7 @@ class Diagnosis:
             why others could not be timed, by their names.
         kernels: the time of each kernel; empty on a CPU.
         tunings: the time of attention with several tunings; empty unless the device is Metal's.
+        products: the times of products of packed and plain weights.
         speed: of the demonstration model; None on a CPU, and where several ranks compute a model.
         pictures: by format, why its files are not read; None: they are.
         audio: likewise, of recordings.
@@ -116,6 +119,7 @@ class Diagnosis:
     quantised_kv: dict[str, AttentionReport]
     sampling: KernelReport
     linear: KernelReport
+    packed: KernelReport
     experts: KernelReport
     states: KernelReport
     adapters: KernelReport
@@ -123,6 +127,7 @@ class Diagnosis:
     rejected: dict[str, str]
     kernels: tuple[KernelTime, ...]
     tunings: tuple[TuningTime, ...]
+    products: tuple[ProductTimes, ...]
     speed: SpeedReport | None
     system: SystemReport
     versions: dict[str, str]
@@ -148,6 +153,7 @@ def diagnose(config: EngineConfig, world: WorldReport | None = None) -> Diagnosi
     quantised = {name: attention_report(name) for name in KV_CACHE_DTYPES if name != "auto"}
     sampling, adapters = sampling_report(), adapter_report()
     linear, experts, states = linear_report(), expert_report(), states_report()
+    packed = packed_report()
     # This comes when the checks have put their kernels on disk.
     compiler = compiler_report()
     checks: dict[str, AttentionReport | KernelReport | CompilerReport] = {"attention": attention}
@@ -155,6 +161,7 @@ def diagnose(config: EngineConfig, world: WorldReport | None = None) -> Diagnosi
     checks |= {
         "sampling": sampling,
         "linear layers": linear,
+        "packed weights": packed,
         "experts": experts,
         "recurrent layers": states,
         "adapters": adapters,
@@ -162,6 +169,7 @@ def diagnose(config: EngineConfig, world: WorldReport | None = None) -> Diagnosi
     if compiler is not None:
         checks["compiler"] = compiler
     rejected = _rejected(checks, (*tunings, *kernels))
+    products = time_products()
     speed = _speed() if world is None else None
     kv, tokenizers, kv_problem = fitting_kv(config) if world is None else ({}, {}, None)
     kv_folder = kv_folder_report(config.cache)
@@ -171,6 +179,7 @@ def diagnose(config: EngineConfig, world: WorldReport | None = None) -> Diagnosi
         quantised_kv=quantised,
         sampling=sampling,
         linear=linear,
+        packed=packed,
         experts=experts,
         states=states,
         adapters=adapters,
@@ -178,6 +187,7 @@ def diagnose(config: EngineConfig, world: WorldReport | None = None) -> Diagnosi
         rejected=rejected,
         kernels=kernels,
         tunings=tunings,
+        products=products,
         speed=speed,
         system=system,
         versions=versions(),

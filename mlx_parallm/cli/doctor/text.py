@@ -12,6 +12,7 @@ from mlx_parallm.cli.doctor.system import SystemReport
 from mlx_parallm.units import readable_bytes
 from mlx_parallm.worker.attention.backend_choice import AttentionReport
 from mlx_parallm.worker.device.kernels import CompilerReport
+from mlx_parallm.worker.timing.products import ProductTimes
 
 if TYPE_CHECKING:
     from mlx_parallm.distributed.diagnosis import WorldReport
@@ -31,6 +32,7 @@ def render(diagnosis: Diagnosis) -> list[str]:
         *((name, _self_test(report)) for name, report in attention.items()),
         ("sampling", diagnosis.sampling.backend),
         ("linear layers", diagnosis.linear.backend),
+        ("packed weights", diagnosis.packed.backend),
         ("experts", diagnosis.experts.backend),
         ("recurrent layers", diagnosis.states.backend),
         ("adapters", diagnosis.adapters.backend),
@@ -81,6 +83,7 @@ def _speed_rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         notes += ["in use"] if each.is_shipped else []
         notes += ["fastest"] if each is best else []
         rows.append((each.name, ", ".join(notes)))
+    rows += map(_product_row, diagnosis.products)
     speed = diagnosis.speed
     if speed is None:
         return rows
@@ -92,6 +95,12 @@ def _speed_rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:
             rows.append((f"tokens/s, {name}", f"{counts} (the demonstration model)"))
     before, after = map(readable_bytes, (speed.cache_before_bytes, speed.cache_after_bytes))
     return [*rows, ("MLX's cache", f"{before} before, {after} after")]
+
+
+def _product_row(times: ProductTimes) -> tuple[str, str]:
+    """Return a row about products of one kind of weight."""
+    counts = ", ".join(f"{us:,.0f} us with {rows}" for rows, us in times.us.items())
+    return f"product, {times.weights}", f"{counts} rows" + " (kernels)" * times.has_kernels
 
 
 def _system_rows(system: SystemReport) -> list[tuple[str, str]]:

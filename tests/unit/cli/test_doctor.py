@@ -27,7 +27,7 @@ from mlx_parallm.cli.settings import SETTINGS
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.process_setup.device_process import set_mlx_variables
 from mlx_parallm.worker.device.faults import MODEL_ERRORS
-from mlx_parallm.worker.timing import tunings
+from mlx_parallm.worker.timing import products, tunings
 from mlx_parallm.worker.timing.kernels import KernelTime
 from mlx_parallm.worker.timing.tunings import TuningTime
 from mlx_parallm.worker.worker import Worker
@@ -71,6 +71,7 @@ def report(
     """Return what runs ``doctor --json`` with small measurements, and returns status and report."""
     for name, value in {"NUM_ROWS": 2, "NUM_KEYS": 32, "NUM_LAUNCHES": 1, "NUM_ROUNDS": 1}.items():
         monkeypatch.setattr(tunings, name, value)
+    monkeypatch.setattr(products, "GPU_SHAPE", (64, 512))
     # The speed of a shim says nothing.
     monkeypatch.setattr(tunings, "_launch_s", _equal(tunings._launch_s))
     monkeypatch.setattr(speed, "speed_report", lambda: FAST)
@@ -219,6 +220,7 @@ def test_a_rejection_is_text_too(fake_mac: Become, capsys: pytest.CaptureFixture
     fake_mac(rejects=ALL, outputs={"sysctl": SYSCTL})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speed, "speed_report", lambda: FAST)
+        patch.setattr(products, "GPU_SHAPE", (64, 512))
         assert main(["doctor"]) == REJECTED
     text = capsys.readouterr().out
     assert "sampling: kernels of this device are not used: RuntimeError" in text
@@ -232,6 +234,7 @@ def test_what_would_not_start_comes_before_what_is_slow(fake_mac: Become) -> Non
     fake_mac(rejects=ALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speed, "speed_report", lambda: FAST)
+        patch.setattr(products, "GPU_SHAPE", (64, 512))
         assert main(["doctor", "--kv-cache-memory-bytes", "900TiB"]) == FAILED
 
 
@@ -441,6 +444,18 @@ def test_a_model_that_raises_does_not_end_the_report(
     fake_mac()
     monkeypatch.setattr(speed, "_measured", fail)
     assert speed_report() == SpeedReport(problem=f"{error.__name__}: planted")
+
+
+def test_products_of_packed_weights_are_timed_beside_plain_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(products, "CPU_SHAPE", (64, 512))
+    times = {each.weights: each for each in products.time_products()}
+    assert list(times) == ["bfloat16", "float32", "4-bit", "8-bit", "mxfp4"]
+    for each in times.values():
+        assert list(each.us) == [1, 8, 32, 128]
+        assert all(us > 0 for us in each.us.values())
+        assert not each.has_kernels
 
 
 def test_a_processor_has_no_kernels_to_compare() -> None:
