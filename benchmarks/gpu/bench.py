@@ -6,13 +6,16 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from benchmarks.checks import Check
 from mlx_parallm.process_setup.device_process import set_mlx_variables
+from mlx_parallm.worker.layers.packing import AFFINE
 from tests.builders.random_models import RandomModel, random_model
+
+T = TypeVar("T")
 
 COPIES = 8
 COPY_ROUNDS = 5
@@ -95,17 +98,26 @@ class Bench:
         # As in a served process; MLX reads them at its first use of the GPU.
         set_mlx_variables()
         self.sizes = sizes
-        self._key: tuple[str, int | None] | None = None
+        self._key: tuple[str, int | None, str] | None = None
         self._model: RandomModel | None = None
         self._bandwidth: float | None = None
+        self._measured: dict[str, Any] = {}
 
-    def model(self, shape: str, bits: int | None = None) -> RandomModel:
+    def model(self, shape: str, bits: int | None = None, mode: str = AFFINE) -> RandomModel:
         """Return a random model, made once for consecutive rows that use it."""
-        if self._model is None or self._key != (shape, bits):
+        if self._model is None or self._key != (shape, bits, mode):
             self.release()
-            self._model = random_model(self.sizes.shape(shape), bits=bits, dtype=self.sizes.dtype)
-            self._key = shape, bits
+            self._model = random_model(
+                self.sizes.shape(shape), bits=bits, mode=mode, dtype=self.sizes.dtype
+            )
+            self._key = shape, bits, mode
         return self._model
+
+    def once(self, key: str, measure: Callable[[], T]) -> T:
+        """Return a measurement that several rows compare with, made by the first of them."""
+        if key not in self._measured:
+            self._measured[key] = measure()
+        return self._measured[key]
 
     def release(self) -> None:
         """Free the model."""

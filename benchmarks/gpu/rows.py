@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu import children, decode, prefill, servers
+from benchmarks.gpu import children, decode, packed, prefill, servers
 from benchmarks.gpu.bench import Row, Target
+from mlx_parallm.worker.layers.packing import AFFINE, MXFP4
 
 #: ``DECODE_8B``: wanted speed-up over ``BatchGenerator``, by batch size.
 DECODE_8B = {32: 2.5, 128: 2.5, 8: 2.0, 1: 1.3}
@@ -48,6 +49,9 @@ def all_rows() -> list[Row]:
         *_decode("0.6B", DECODE_06B),
         _timeline("0.6B", 128),
         *_processes(),
+        _packed("4-bit", 4),
+        _packed("8-bit", 8),
+        _packed("mxfp4", 4, MXFP4),
         *_decode("8B", {1: 1.2, 32: 2.0}, bits=4),
         _prefill(8, 2048, 4, 1.0),
         *_decode("8B", {1: None, 32: None}, bits=8),
@@ -78,6 +82,16 @@ def _decode(
         )
         for batch, limit in targets.items()
     ]
+
+
+def _packed(name: str, bits: int, mode: str = AFFINE) -> Row:
+    return Row(
+        f"packed-8B-{name}",
+        "packed",
+        f"8B, {name}",
+        partial(packed.against_plain, shape="8B", bits=bits, mode=mode),
+        (Target(packed.SLOWEST, "<=", 1.1), Target(packed.AT_ONE_ROW, ">=", 1.5)),
+    )
 
 
 def _processes() -> list[Row]:
