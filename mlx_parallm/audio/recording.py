@@ -47,12 +47,10 @@ class Recording:
 
 
 def bytes_of(seconds: float, num_mels: int) -> int:
-    """Return the most memory of a recording: its features, beside its samples or a window."""
+    """Return the most memory that ``recorded`` holds: the samples and their features."""
     num_samples = math.ceil(seconds * SAMPLE_RATE)
     num_frames = max(WINDOW_FRAMES, num_samples // HOP)
-    # The samples are dropped before the first window is copied.
-    beside = max(num_samples, WINDOW_FRAMES * num_mels)
-    return FLOAT_BYTES * (num_frames * num_mels + beside)
+    return FLOAT_BYTES * (num_samples + num_frames * num_mels)
 
 
 def recorded(samples: np.ndarray, num_mels: int) -> Recording:

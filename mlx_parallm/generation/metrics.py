@@ -10,10 +10,9 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.metrics import MetricWrapperBase
 
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation.kv_cache.snapshots import SnapshotStats
@@ -23,8 +22,6 @@ from mlx_parallm.generation.tier_metrics import TierCollector
 from mlx_parallm.types.events import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import RunnerInfo, ScheduledBatch
-
-M = TypeVar("M", bound=MetricWrapperBase)
 
 LABELS = ("model_name", "engine")
 LATENCY_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)
@@ -190,8 +187,6 @@ class EngineMetrics:
         """
         families = self._families = metrics.of(GenerationFamilies)
         self._labels = (model_name, "0")
-        # Every step sets a dozen of them, and finding one by its labels takes 2 us.
-        self._children: dict[MetricWrapperBase, Any] = {}
         self._clock = clock
         self._times: dict[str, RequestTimes] = {}
         self.stats = SchedulerStats()
@@ -207,16 +202,9 @@ class EngineMetrics:
         if read_tiers is not None:
             metrics.of(TierCollector).add(self._labels, self)
         self.on_queue(self.stats)
-        self._inter_token = self._own(families.inter_token)
-        self._generated = self._own(families.generation_tokens)
-        self._iteration = self._own(families.iteration_tokens)
-
-    def _own(self, family: M) -> M:
-        """Return the child of a family that has this engine's labels and no others."""
-        child = self._children.get(family)
-        if child is None:
-            child = self._children[family] = family.labels(*self._labels)
-        return child
+        self._inter_token = families.inter_token.labels(*self._labels)
+        self._generated = families.generation_tokens.labels(*self._labels)
+        self._iteration = families.iteration_tokens.labels(*self._labels)
 
     @property
     def num_missed_tokens(self) -> int:
@@ -234,13 +222,13 @@ class EngineMetrics:
         self._times[request.request_id] = RequestTimes(
             request.num_prompt_tokens, params.n, params.max_tokens, now
         )
-        self._own(self._families.params_n).observe(params.n)
+        self._families.params_n.labels(*self._labels).observe(params.n)
         if params.max_tokens is not None:
-            self._own(self._families.params_max_tokens).observe(params.max_tokens)
+            self._families.params_max_tokens.labels(*self._labels).observe(params.max_tokens)
 
     def on_reject(self) -> None:
         """Count a request that was refused because the queue was full."""
-        self._own(self._families.rejections).inc()
+        self._families.rejections.labels(*self._labels).inc()
 
     def on_abort(self, request_id: str) -> None:
         """Count a request that was aborted."""
@@ -281,46 +269,46 @@ class EngineMetrics:
 
     def _on_prompt(self, num_tokens: int, num_cached: int) -> None:
         families, labels = self._families, self._labels
-        self._own(families.prompt_tokens).inc(num_tokens)
+        families.prompt_tokens.labels(*labels).inc(num_tokens)
         by_source = families.prompt_tokens_by_source
         by_source.labels(*labels, COMPUTED).inc(num_tokens - num_cached)
         by_source.labels(*labels, CACHED).inc(num_cached)
 
     def on_queue(self, stats: SchedulerStats) -> None:
         """Note that the queues changed."""
-        families, last = self._families, self.stats
-        self._own(families.running).set(stats.num_running)
-        self._own(families.waiting).set(stats.num_waiting)
-        self._own(families.kv_usage).set(stats.kv_usage)
-        self._own(families.preemptions).inc(stats.num_preemptions - last.num_preemptions)
-        self._own(families.prefix_queries).inc(stats.prefix_queries - last.prefix_queries)
-        self._own(families.prefix_hits).inc(stats.prefix_hits - last.prefix_hits)
+        families, labels, last = self._families, self._labels, self.stats
+        families.running.labels(*labels).set(stats.num_running)
+        families.waiting.labels(*labels).set(stats.num_waiting)
+        families.kv_usage.labels(*labels).set(stats.kv_usage)
+        families.preemptions.labels(*labels).inc(stats.num_preemptions - last.num_preemptions)
+        families.prefix_queries.labels(*labels).inc(stats.prefix_queries - last.prefix_queries)
+        families.prefix_hits.labels(*labels).inc(stats.prefix_hits - last.prefix_hits)
         computed = stats.images_computed - last.images_computed
-        self._own(families.tower_runs).inc(computed)
-        self._own(families.feature_hits).inc(stats.images_found - last.images_found)
-        self._own(families.feature_bytes).set(stats.input_bytes)
-        self._own(families.encoder_runs).inc(stats.sources_computed - last.sources_computed)
-        self._own(families.source_hits).inc(stats.sources_found - last.sources_found)
+        families.tower_runs.labels(*labels).inc(computed)
+        families.feature_hits.labels(*labels).inc(stats.images_found - last.images_found)
+        families.feature_bytes.labels(*labels).set(stats.input_bytes)
+        families.encoder_runs.labels(*labels).inc(stats.sources_computed - last.sources_computed)
+        families.source_hits.labels(*labels).inc(stats.sources_found - last.sources_found)
         self._on_speculation(stats.speculation, last.speculation)
         if stats.snapshots != last.snapshots:
             self._on_snapshots(stats.snapshots, last.snapshots)
         self.stats = stats
 
     def _on_snapshots(self, now: SnapshotStats, last: SnapshotStats) -> None:
-        families = self._families
-        self._own(families.snapshots).set(now.num_used)
-        self._own(families.snapshot_bytes).set(now.used_bytes)
-        self._own(families.captures).inc(now.num_captured - last.num_captured)
-        self._own(families.snapshot_evictions).inc(now.num_evicted - last.num_evicted)
+        families, labels = self._families, self._labels
+        families.snapshots.labels(*labels).set(now.num_used)
+        families.snapshot_bytes.labels(*labels).set(now.used_bytes)
+        families.captures.labels(*labels).inc(now.num_captured - last.num_captured)
+        families.snapshot_evictions.labels(*labels).inc(now.num_evicted - last.num_evicted)
 
     def _on_speculation(self, now: SpeculationStats, last: SpeculationStats) -> None:
         families, labels = self._families, self._labels
         if not now.accepted_per_position:
             return
-        self._own(families.drafts).inc(now.num_drafts - last.num_drafts)
-        self._own(families.draft_tokens).inc(now.num_draft_tokens - last.num_draft_tokens)
+        families.drafts.labels(*labels).inc(now.num_drafts - last.num_drafts)
+        families.draft_tokens.labels(*labels).inc(now.num_draft_tokens - last.num_draft_tokens)
         accepted = now.num_accepted_tokens - last.num_accepted_tokens
-        self._own(families.accepted_tokens).inc(accepted)
+        families.accepted_tokens.labels(*labels).inc(accepted)
         before = last.accepted_per_position or (0,) * len(now.accepted_per_position)
         for position, count in enumerate(now.accepted_per_position):
             family = families.accepted_per_position.labels(*labels, str(position))
@@ -370,4 +358,4 @@ class EngineMetrics:
             self._observe(families.per_token, (now - first) / (longest - 1))
 
     def _observe(self, histogram: Histogram, value: float) -> None:
-        self._own(histogram).observe(value)
+        histogram.labels(*self._labels).observe(value)

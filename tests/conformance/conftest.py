@@ -45,12 +45,6 @@ def translator(server: LiveServer) -> LiveServer:
 
 
 @pytest.fixture(scope="session")
-def hearing(server: LiveServer) -> LiveServer:
-    """Return the server with the name of its speech model."""
-    return replace(server, model="hearing")
-
-
-@pytest.fixture(scope="session")
 def seeing(server: LiveServer) -> LiveServer:
     """Return the server with the name of its model that takes images."""
     return replace(server, model="demo:see")

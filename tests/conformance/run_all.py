@@ -11,7 +11,6 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.make_seq2seq import make_seq2seq
-from tests.builders.speech_folders import write_scripted_speech
 from tests.client_suites import choose, failed_of, run_suite
 from tests.conformance.report import write_document
 from tests.conformance.suites import SUITES, Suite
@@ -27,7 +26,6 @@ RERANKER = "reranker"
 EMBEDDER = "embedder"
 SEEING = "demo:see"
 TRANSLATOR = "translator"
-HEARING = "hearing"
 POLICY = "policy"
 MEMORY = "memory"
 POLICIES = ("demo:cartpole", "demo:memory")
@@ -53,9 +51,7 @@ def main(words: list[str]) -> int:
         names = [f"{DEMO_MODEL}={MODEL}", f"{reranker}={RERANKER}", f"{embedder}={EMBEDDER}"]
         policy, memory = write_policy(Path(folder) / POLICY), write_memory(Path(folder) / MEMORY)
         names += [f"{translator}={TRANSLATOR}", f"{policy}={POLICY}", f"{memory}={MEMORY}"]
-        hearing = write_scripted_speech(Path(folder) / HEARING, "Hello there.")
-        names.append(f"{hearing}={HEARING}")
-        others = (reranker, embedder, translator, policy, memory, hearing)
+        others = (reranker, embedder, translator, policy, memory)
         server = ServerProcess(
             *("--api-key", KEY, "--model", str(DEMO_MODEL), SEEING, *POLICIES, *map(str, others)),
             *("--served-model-name", *names),

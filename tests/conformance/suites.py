@@ -77,11 +77,6 @@ SUITES = (
         ("openai", "anthropic", "langchain-openai", "litellm"),
     ),
     Suite(
-        "test_speech.py",
-        "OpenAI's client for Python and litellm",
-        ("openai", "litellm"),
-    ),
-    Suite(
         "test_instructor.py",
         "instructor",
         ("instructor", "openai"),
@@ -119,13 +114,6 @@ SUITES = (
         "node/ai_sdk.test.js",
         "Vercel's AI SDK",
         ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic"),
-        NODE,
-        None,
-    ),
-    Suite(
-        "node/speech.test.js",
-        "OpenAI's client for Node and Vercel's AI SDK",
-        ("openai", "ai", "@ai-sdk/openai"),
         NODE,
         None,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -13,14 +14,15 @@ from fastapi import Depends, Request
 from mlx_parallm.api.http.offload import current_client, in_thread
 from mlx_parallm.api.turns.images import max_held_bytes
 from mlx_parallm.audio.log_mel import SAMPLE_RATE
-from mlx_parallm.audio.recording import Recording, bytes_of, recorded
+from mlx_parallm.audio.recording import Recording, recorded
 from mlx_parallm.fairness import SharedBudget
 from mlx_parallm.media.audio.decode import decode_audio, seconds_of
 from mlx_parallm.media.audio.limits import AudioLimits
 from mlx_parallm.media.reader import naming
 
-# MOST_MELS: numbers of a frame that the largest models read.
-MOST_MELS = 128
+# BYTES_PER_S: memory of a second, samples and 128 features of each frame in float32, while its
+# features are computed.
+BYTES_PER_S = 120_000
 
 
 class Recordings:
@@ -38,7 +40,7 @@ class Recordings:
             max_bytes: memory of all together; None: as for images. The longest one fits always.
         """
         self._limits = AudioLimits(max_seconds=max_seconds)
-        longest = bytes_of(max_seconds, MOST_MELS)
+        longest = math.ceil(max_seconds * BYTES_PER_S)
         self._budget = SharedBudget(max(max_bytes or max_held_bytes(), longest))
 
     @property
@@ -63,10 +65,8 @@ class Recordings:
         async with contextlib.AsyncExitStack() as stack:
             with naming(param):
                 seconds = await in_thread(partial(seconds_of, data, self._limits))
-                # A budget is never waited for that is smaller.
-                num_bytes = min(bytes_of(seconds, num_mels), self._budget.amount)
                 decoding = self._budget.product(
-                    num_bytes,
+                    math.ceil(seconds * BYTES_PER_S),
                     current_client() or None,
                     partial(in_thread, partial(self._decoded, data, num_mels)),
                 )

@@ -17,8 +17,6 @@ from mlx_parallm.types.step import TokenLogprob
 from tests.fakes import ByteTokenizer
 
 END_ID = 256
-#: ``DURATION``: seconds of the recording, a little less than the last timestamp.
-DURATION = 3665.1
 
 
 def segment(start: float, end: float, text: str) -> Segment:
@@ -43,7 +41,7 @@ def transcript(task: str = "transcribe", **fields: Any) -> Transcript:
     model: Any = SimpleNamespace(tokenizer=ByteTokenizer(), speech=SimpleNamespace(end_id=END_ID))
     counts = Counts(prompt_tokens=4, output_tokens=7, num_windows=2)
     transcriber: Any = SimpleNamespace(language="de", counts=counts)
-    return Transcript(SpeechRequest(**fields), task, model, transcriber, DURATION)
+    return Transcript(SpeechRequest(**fields), task, model, transcriber, 32.25)
 
 
 def answer(windows: Sequence[Window], **fields: Any) -> str:
@@ -63,10 +61,10 @@ LATE = window(
 
 def test_subtitles_leave_out_what_would_end_a_cue() -> None:
     assert answer([LATE], response_format="srt") == (
-        "1\n01:01:01,500 --> 01:01:02,999\na->b\nc\n\n2\n01:01:04,000 --> 01:01:05,100\nd\n\n"
+        "1\n01:01:01,500 --> 01:01:02,999\na->b\nc\n\n2\n01:01:04,000 --> 01:01:05,250\nd\n\n"
     )
     assert answer([LATE], response_format="vtt") == (
-        "WEBVTT\n\n01:01:01.500 --> 01:01:02.999\na->b\nc\n\n01:01:04.000 --> 01:01:05.100\nd\n\n"
+        "WEBVTT\n\n01:01:01.500 --> 01:01:02.999\na->b\nc\n\n01:01:04.000 --> 01:01:05.250\nd\n\n"
     )
     assert answer([], response_format="srt") == ""
     assert answer([], response_format="vtt") == "WEBVTT\n\n"
@@ -92,7 +90,7 @@ def test_verbose_json_has_the_windows_of_segments() -> None:
         "id": 1,
         "seek": 366_150,
         "start": 3664.0,
-        "end": DURATION,
+        "end": 3665.25,
         "text": " d",
         "tokens": [],
         "temperature": 0.2,
@@ -100,10 +98,10 @@ def test_verbose_json_has_the_windows_of_segments() -> None:
         "compression_ratio": pytest.approx(13 / 21),
         "no_speech_prob": 0.1,
     }
-    assert (body["language"], body["duration"]) == ("german", DURATION)
+    assert (body["language"], body["duration"]) == ("german", 32.25)
     assert body["usage"] == {
         "type": "duration",
-        "seconds": 3666,
+        "seconds": 33,
         "input_tokens": 3004,
         "output_tokens": 7,
         "total_tokens": 3011,
