@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,8 @@ from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
 from mlx_parallm.types.json_values import is_list
 from mlx_parallm.types.request import TimestampRule
+
+logger = logging.getLogger(__name__)
 
 TRANSCRIBE, TRANSLATE = "transcribe", "translate"
 TASKS = (TRANSCRIBE, TRANSLATE)
@@ -41,6 +44,12 @@ NO_TIMESTAMPS, PREVIOUS, START, END = (
     "<|endoftext|>",
 )
 NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")
+GENERATION = "generation_config.json"
+# FILES_NEEDED: what an error says of a folder that lacks them.
+FILES_NEEDED = (
+    "Folders without a tokenizer of their own need tokenizer.json and generation_config.json of "
+    "the model that they were made from."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,21 +186,29 @@ def read_speech_rules(folder: Path, tokenizer: ParallmTokenizer) -> SpeechRules 
     config = Fields.read(folder / "config.json")
     if config is None or config.text("model_type") not in SPEECH_TYPES:
         return None
-    generation = Fields.read(folder / "generation_config.json") or config
+    own = Fields.read(folder / GENERATION)
+    generation = own or config
     vocabulary = tokenizer.vocabulary()
     size = config.count("vocab_size", 1) or config.count("n_vocab", 1) or len(vocabulary)
     fields = generation.over(config)
     languages = _languages(generation, vocabulary, size)
     initial = fields.count("max_initial_timestamp_index")
+    end_id = _token(fields, "eos_token_id", END, vocabulary, size)
+    banned_ids = _banned(fields, "suppress_tokens", size)
+    if own is None and not banned_ids:
+        logger.warning("%s has no %s, so no tokens are suppressed.", folder, GENERATION)
+    # transformers makes an empty tokenizer for a folder that has none.
+    if len(vocabulary) < end_id:
+        raise ModelLoadError(f"The vocabulary has {len(vocabulary)} tokens. {FILES_NEEDED}")
     return SpeechRules(
         start_id=_token(fields, "decoder_start_token_id", START, vocabulary, size),
-        end_id=_token(fields, "eos_token_id", END, vocabulary, size),
+        end_id=end_id,
         no_timestamps_id=_token(fields, "no_timestamps_token_id", NO_TIMESTAMPS, vocabulary, size),
         no_speech_id=next((vocabulary[name] for name in NO_SPEECH if name in vocabulary), None),
         previous_id=fields.token("prev_sot_token_id", size) or vocabulary.get(PREVIOUS),
         languages=languages,
         tasks={task: _id_of(f"<|{task}|>", vocabulary) for task in TASKS if languages},
-        banned_ids=_banned(fields, "suppress_tokens", size),
+        banned_ids=banned_ids,
         begin_banned_ids=_banned(fields, "begin_suppress_tokens", size),
         max_initial=LATEST if initial is None else initial,
         vocab_size=size,
@@ -233,8 +250,5 @@ def _token(fields: Fields, name: str, token: str, vocabulary: Mapping[str, int],
 
 def _id_of(token: str, vocabulary: Mapping[str, int]) -> int:
     if token not in vocabulary:
-        raise ModelLoadError(
-            f"The vocabulary has no {token}. Folders without a tokenizer of their own need "
-            "tokenizer.json and generation_config.json of the model that they were made from."
-        )
+        raise ModelLoadError(f"The vocabulary has no {token}. {FILES_NEEDED}")
     return vocabulary[token]

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from mlx_parallm.tokenizer.loading import load_tokenizer
-from mlx_parallm.tokenizer.speech.rules import SpeechRules, read_speech_rules
+from mlx_parallm.tokenizer.speech.rules import GENERATION, SpeechRules, read_speech_rules
 from mlx_parallm.types.errors import ModelLoadError
 from tests.builders.speech_folders import BEGIN, END, IDS, write_speech
 
 LANGUAGES = {code: IDS[f"<|{code}|>"] for code in ("en", "de", "fr")}
 TASKS = {task: IDS[f"<|{task}|>"] for task in ("transcribe", "translate")}
-GENERATION = "generation_config.json"
 
 
 def rules_of(
@@ -76,18 +75,33 @@ def test_tokens_that_cannot_be_are_refused(tmp_path: Path) -> None:
         rules_of(tmp_path, {"suppress_tokens": [-2]})
 
 
-def test_the_vocabulary_has_what_a_file_lacks(tmp_path: Path) -> None:
+def test_the_vocabulary_has_what_a_file_lacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     names = ("decoder_start_token_id", "eos_token_id", "no_timestamps_token_id")
     rules = rules_of(tmp_path, without=(*names, "is_multilingual"))
     assert (rules.languages, rules.tasks) == (LANGUAGES, TASKS)
+    assert GENERATION not in caplog.text
     (tmp_path / GENERATION).unlink()
     bare = read(tmp_path)
+    assert f"has no {GENERATION}, so no tokens are suppressed" in caplog.text
     assert (bare.start_id, bare.end_id, bare.timestamp_begin) == (
         rules.start_id,
         rules.end_id,
         rules.timestamp_begin,
     )
     assert bare.languages == rules.languages
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path, *, has_ids: bool) -> None:
+    # As mlx-community's folders are, with the ids of another folder's generation config or without.
+    write_speech(tmp_path)
+    names = ["tokenizer.json", "tokenizer_config.json", *([] if has_ids else [GENERATION])]
+    for name in names:
+        (tmp_path / name).unlink()
+    with pytest.raises(ModelLoadError, match=r"need tokenizer\.json"):
+        read(tmp_path)
 
 
 def test_models_of_english_have_no_languages(tmp_path: Path) -> None:
