@@ -142,7 +142,7 @@ class Turns:
         streams = [taker for taker in busy if taker.turn_class is TurnClass.STREAMS]
         others = [taker for taker in busy if taker.turn_class is not TurnClass.STREAMS]
         rest = self._step_short(others) if streams else others
-        outcomes = [taker.step() for taker in streams]
+        outcomes = [taker.step(self._beside_s(taker, streams)) for taker in streams]
         # Tokens do not wait for the turns of others.
         self._send([event for outcome in outcomes if outcome for event in outcome])
         self._step_others(rest, [taker for taker in streams if taker.has_work()])
@@ -195,6 +195,11 @@ class Turns:
     def _num_others(self, turn_class: TurnClass) -> float:
         """Return how many turns others had since the latest one of a class."""
         return self._num_turns - self._latest.get(turn_class, -math.inf)
+
+    def _beside_s(self, taker: TurnTaker, streams: Sequence[TurnTaker]) -> float | None:
+        """Return how long the other streams may wait for a step; None if there are none."""
+        others = [other for other in streams if other is not taker]
+        return self._allowed_s(others) if others else None
 
     def _allowed_s(self, streams: Sequence[TurnTaker]) -> float:
         """Return how long streams may wait for a step of others, in seconds."""

@@ -361,7 +361,8 @@ class GenerationEngine(ServedEngine):
     def step(self, within_s: float | None = None) -> list[GenerateEvent] | None:
         """Begin a batch, end one, and return the events of the latter; None if nothing could run.
 
-        ``within_s`` is ignored: the scheduler bounds the time of its steps.
+        ``within_s`` is None if no streams of other models wait for it. How long it is does not
+        matter: the scheduler bounds the time of its steps.
 
         Where the runner runs ahead, the batch that ends is the one before: the device works on the
         new one while this thread turns tokens into events.
@@ -372,7 +373,7 @@ class GenerationEngine(ServedEngine):
             with self._tracer.span(Phase.SCHEDULE):
                 if self._tiers is not None:
                     self._tiers.answer_peers()
-                batch = self._scheduler.schedule()
+                batch = self._scheduler.schedule(is_shared=within_s is not None)
             if batch is None and self._in_flight is None:
                 return None
             updates: list[SequenceUpdate] = []

@@ -29,7 +29,13 @@ def is_fused_compiled() -> bool:
 
 
 def softmax_attention(
-    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | None
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    scale: float,
+    mask: mx.array | None,
+    is_one_shape: bool = False,
 ) -> mx.array:
     """Return the result of ``mx.fast.scaled_dot_product_attention``, by the fastest operations.
 
@@ -40,13 +46,16 @@ def softmax_attention(
         scale: factor of the scores.
         mask: None, bool (True: attended to), or added to the scores; it broadcasts to
             ``[B, H, L, S]``. Each query attends to at least one key.
+        is_one_shape: True if all calls have these shapes, so that a fused operation is compiled
+            once.
 
     Returns:
         ``[B, H, L, V]``.
     """
     batch, heads, length, _ = queries.shape
     num_scores = batch * heads * length * keys.shape[2]
-    if is_fused_compiled() and num_scores * queries.itemsize <= MAX_SCORE_BYTES:
+    is_small = num_scores * queries.itemsize <= MAX_SCORE_BYTES
+    if is_small and not is_one_shape and is_fused_compiled():
         return _by_products(queries, keys, values, scale, mask)
     if queries.dtype != mx.float32 or num_scores < MIN_SCORES or not is_exp_slow():
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
@@ -59,8 +68,9 @@ def softmax_attention(
         if outputs:
             # One tile after the other, so that later ones reuse the memory of earlier ones.
             (tile,) = mx.depends([tile], outputs[-1:])
-        is_same = mask is None or mask.ndim < 2 or mask.shape[-2] == 1
-        own_mask = mask if is_same else mask[..., first : first + rows, :]
+        own_mask = mask
+        if mask is not None and mask.ndim > 1 and mask.shape[-2] > 1:
+            own_mask = mask[..., first : first + rows, :]
         outputs.append(_by_powers(tile, keys, values, scale, own_mask))
     return mx.concatenate(outputs, axis=2)
 

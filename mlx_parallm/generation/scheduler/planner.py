@@ -86,9 +86,12 @@ class Planner:
         self.starter = Starter(kv, waiting, running, self._restorer, self.beams)
         self.num_preemptions = 0
 
-    def plan(self) -> StepPlan:
-        """Return the next step: decode rows, then chunks of running prompts, then admissions."""
-        plan = StepPlan(self.token_budget)
+    def plan(self, *, is_shared: bool = False) -> StepPlan:
+        """Return the next step: decode rows, then chunks of running prompts, then admissions.
+
+        ``is_shared`` is True if streams of other models wait for the step.
+        """
+        plan = StepPlan(self.token_budget, is_shared=is_shared)
         self._running.input_runs.settle()
         if self._kv.tiers is not None:
             self._kv.tiers.fetches.note_plan()
@@ -312,27 +315,34 @@ class Planner:
             plan.stages = self._stage_allowance(plan, cost)
         before = plan.stages.taken
         plan.has_new_products |= runs.advance(plan.stages)
-        plan.spend(plan.stages.taken - before)
+        taken = plan.stages.taken - before
+        # Stages that are bounded by a time leave tokens for the prompts that wait for them.
+        most = math.inf if plan.stages.is_whole else STAGES_SHARE * self.token_budget
+        plan.spend(min(taken, most))
 
     def _stage_allowance(self, plan: StepPlan, cost: int) -> StageAllowance:
         """Return how much of inputs the step computes; ``cost`` is that of the next run.
 
         Without decode rows that is the budget, or a share of it beside prompts. Decode rows wait as
-        long as the bound allows or, without one, as long as for the prefill of as many tokens.
+        long as the bound allows or, without one, as long as for the prefill of as many tokens, up
+        to a share of the budget. Where prompts are never long, the rows may also wait as long as
+        they take themselves, which at most doubles the time between their tokens, unless other
+        models' streams wait too.
         """
         share = STAGES_SHARE if self._has_prompts() else 1.0
         if not plan.has_streams or self.cost is None:
             most = share * self.token_budget
             return StageAllowance(min(most, plan.budget_left), most, is_whole=True)
-        if self._bound_s:
-            seconds = share * (self._bound_s - self.cost.predict(plan.work))
-        else:
-            number = min(cost, self.token_budget)
-            seconds = self.cost.prefill_s + self.cost.chunk_s(0, number) or math.inf
+        number = min(cost, self.token_budget)
+        known_s = self.cost.prefill_s + self.cost.chunk_s(0, number)
+        rows_s = self.cost.predict(plan.work)
+        seconds = share * (self._bound_s - rows_s) if self._bound_s else known_s or math.inf
         begun = cost if self._running.input_runs.begins_next else 0
         most = min(self.stage_cost.tokens_within(seconds, begun), STAGES_SHARE * self.token_budget)
+        if not (self._bound_s or known_s or plan.is_shared):
+            most = max(most, self.stage_cost.tokens_within(rows_s, begun))
         # A step computes a few stages of a run, so the run itself may be large.
-        return StageAllowance(most, self.token_budget, is_whole=False)
+        return StageAllowance(most, max(self.token_budget, most), is_whole=False)
 
     def _has_prompts(self) -> bool:
         """Return True if there are prompts that could be prefilled now."""

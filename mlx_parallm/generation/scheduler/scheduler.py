@@ -259,8 +259,10 @@ class Scheduler:
             fetches = [sequence.fetch for sequence in live if sequence.fetch is not None]
             self._kv.tiers.check_integrity([*fetches, *self._running.source_fetches()])
 
-    def schedule(self) -> ScheduledBatch | None:
+    def schedule(self, *, is_shared: bool = False) -> ScheduledBatch | None:
         """Return the next step; None if nothing can run.
+
+        ``is_shared`` is True if streams of other models wait for the step.
 
         A step may be scheduled before the one before it has ended: tokens that are being chosen
         are then pending, and their sequences are assumed to go on unless they reach a length.
@@ -270,7 +272,7 @@ class Scheduler:
         Decode rows come first, then prefill chunks of running sequences, then admissions, within
         the token budget. When blocks run out the worst sequence is preempted, never a better one.
         """
-        plan = self._planner.plan()
+        plan = self._planner.plan(is_shared=is_shared)
         if not (plan.num_tokens or plan.filled or plan.filled_states):
             return self.schedule_saves()
         for sequence in plan.num_tokens:

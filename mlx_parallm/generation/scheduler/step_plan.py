@@ -17,6 +17,7 @@ class StepPlan:
         budget_left: tokens that may still be added.
         allowance: bounds the time of prefill too; None if no decode row waits for it.
         has_streams: whether decode rows are planned, or in flight.
+        is_shared: whether streams of other models wait for the step.
         stages: bounds what is computed of inputs; None before any is.
         has_new_products: whether products of inputs became ready in this plan.
         num_tokens: of each sequence, proposals not counted.
@@ -32,8 +33,9 @@ class StepPlan:
         filling: the sequences that they are for.
     """
 
-    def __init__(self, token_budget: int) -> None:
+    def __init__(self, token_budget: int, *, is_shared: bool = False) -> None:
         self.budget_left = token_budget
+        self.is_shared = is_shared
         self.allowance: PrefillAllowance | None = None
         self.has_streams = False
         self.stages: StageAllowance | None = None

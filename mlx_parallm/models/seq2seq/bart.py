@@ -64,6 +64,7 @@ class Family:
             sinusoids: "marian" or "m2m".
         has_bias: True if logits have a bias.
         has_key_bias: True if keys have one.
+        is_one_length: True if all sources are equally long.
         scales: True if embeddings are multiplied by the root of their width unless the config says
             otherwise.
         activation: the one that it has unless the config names another.
@@ -74,6 +75,7 @@ class Family:
     positions: str = "learned"
     has_bias: bool = True
     has_key_bias: bool = True
+    is_one_length: bool = False
     scales: bool = False
     activation: str = "gelu"
 
@@ -163,7 +165,7 @@ class ModelArgs(BaseModelArgs):
 
     def attention(self, num_heads: int) -> Attention:
         """Return new projections."""
-        return Attention(self.d_model, num_heads, has_key_bias=self.family.has_key_bias)
+        return Attention(self.d_model, num_heads, self.family)
 
     @property
     def computes_positions(self) -> bool:
@@ -188,18 +190,21 @@ class ModelArgs(BaseModelArgs):
 class Attention(nn.Module):
     """The projections of attention."""
 
-    def __init__(self, size: int, num_heads: int, *, has_key_bias: bool = True) -> None:
+    def __init__(self, size: int, num_heads: int, family: Family) -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.is_one_length = family.is_one_length
         self.scale = (size // num_heads) ** -0.5
         self.q_proj = nn.Linear(size, size)
-        self.k_proj = nn.Linear(size, size, bias=has_key_bias)
+        self.k_proj = nn.Linear(size, size, bias=family.has_key_bias)
         self.v_proj = nn.Linear(size, size)
         self.out_proj = nn.Linear(size, size)
 
     def encode(self, x: mx.array, lengths: Sequence[int]) -> mx.array:
         """Return the output ``[1, T, E]`` for packed rows, each source's attending to its own."""
-        output = attend_each(*self._projected(x), lengths, scale=self.scale)
+        output = attend_each(
+            *self._projected(x), lengths, scale=self.scale, is_one_length=self.is_one_length
+        )
         return self.out_proj(join_heads(output))
 
     def decode(self, x: mx.array, cache: SourceCache) -> mx.array:

@@ -79,6 +79,7 @@ def attend_each(
     *,
     scale: float,
     bias: RelativeBias | None = None,
+    is_one_length: bool = False,
 ) -> mx.array:
     """Return attention in which each source's rows attend to all rows of that source.
 
@@ -89,6 +90,7 @@ def attend_each(
         lengths: the rows of each source, which add up to T.
         scale: what scores are multiplied by.
         bias: what is added to scores then.
+        is_one_length: True if the sources of all calls are equally long.
     """
     outputs: list[mx.array] = []
     for start, stop in pairwise([0, *np.cumsum(lengths).tolist()]):
@@ -102,6 +104,7 @@ def attend_each(
                     values[:, :, start:stop],
                     scale=scale,
                     mask=bias and bias.tile(first - start, end - first, stop - start),
+                    is_one_shape=is_one_length,
                 )
             )
     return mx.concatenate(outputs, axis=2)

@@ -23,7 +23,9 @@ from mlx_parallm.models.seq2seq.tables import HEAD, HEADS, one_table
 from mlx_parallm.numerics.elementary import gelu
 from mlx_parallm.types.model_input import LOG_MEL
 
-FAMILY = bart.Family(norms_before=True, positions="table", has_bias=False, has_key_bias=False)
+FAMILY = bart.Family(
+    norms_before=True, positions="table", has_bias=False, has_key_bias=False, is_one_length=True
+)
 #: ``KERNEL``: frames that a convolution sees at once.
 KERNEL = 3
 #: ``STRIDE``: frames of features for a position of the encoder.

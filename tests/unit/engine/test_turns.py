@@ -58,6 +58,7 @@ class Stream(Taker):
         super().__init__(TurnClass.STREAMS)
         self.num_steps = 0
         self.num_settled = 0
+        self.within_s: float | None = None
 
     def settle(self) -> Sequence[Event]:
         self.num_settled += 1
@@ -68,6 +69,7 @@ class Stream(Taker):
 
     def step(self, within_s: float | None = None) -> Sequence[Event]:
         self.num_steps += 1
+        self.within_s = within_s
         return ()
 
 
@@ -290,3 +292,11 @@ def test_without_streams_forwards_step_once_a_round(known_s: float) -> None:
     nets = short_nets(*[known_s] * 9)
     Turns(lambda events: None).take(nets)
     assert [net.name for net in nets[0].turns] == list(range(9))
+
+
+def test_streams_know_whether_others_wait_for_their_step() -> None:
+    turns, streams = Turns(lambda events: None), [Stream(), Stream()]
+    turns.take(streams[:1])
+    assert streams[0].within_s is None
+    turns.take(streams)
+    assert all(stream.within_s is not None for stream in streams)

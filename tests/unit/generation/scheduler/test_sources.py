@@ -114,6 +114,29 @@ def test_a_request_that_exceeds_the_pool_with_its_source_is_refused() -> None:
     assert len(outputs) == 7
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_stages_may_take_as_long_as_the_rows_unless_others_wait_too(is_shared: bool) -> None:
+    harness = SourceHarness(num_blocks=400, budget=16)
+    # 20 ms for rows, and 0.5 ms for a token of a source: 40 tokens would take as long.
+    harness.seconds_of = lambda batch: 0.02 * bool(batch.sequences) + 5e-4 * batch.moves.tokens
+    costs: list[float] = []
+    for number in range(200):
+        if number % 50 == 0:
+            harness.add_source(f"stream {number}", SOURCES[0], max_tokens=60, ignore_eos=True)
+        # The steps before show what rows take.
+        if number % 50 >= 20 and len(harness.tracked) < 4:
+            harness.add_source(f"{number}", range(number, number + 37), max_tokens=1)
+        batch = harness.scheduler.schedule(is_shared=is_shared)
+        assert batch is not None
+        costs.append(batch.moves.tokens)
+        harness.run(batch)
+    # A stage, since half of the budget is less; or about that time.
+    assert max(costs) <= (13 if is_shared else 50)
+    assert is_shared or max(costs) > 20
+    assert harness.sources.num_encoded > 20
+    harness.drain()
+
+
 def test_an_abandoned_run_gives_its_blocks_back() -> None:
     harness = SourceHarness(stall_ms=4.0)
     harness.add_source("stream", SOURCES[0], max_tokens=40, ignore_eos=True)
