@@ -59,14 +59,18 @@ def write_speech(folder: Path, *, is_english: bool = False, **fields: Any) -> Pa
     return _write(folder, config, _random_weights(config), is_english=is_english)
 
 
-def write_scripted_speech(folder: Path, text: str, *, end_s: float = 1.0) -> Path:
+def write_scripted_speech(folder: Path, text: str, *, end_s: float = 1.0, then: str = "") -> Path:
     """Write a folder of a model that hears the same in every window.
 
     Its positions alone choose tokens: English, a timestamp of 0 s, a text of ASCII that does not
     begin with a space, and the timestamp of its end. It begins with the text where there are no
-    timestamps.
+    timestamps. Where there is a second text, ``then``, it takes a second behind the first one.
     """
-    script = [IDS["<|en|>"], END, BEGIN, *text.encode(), BEGIN + round(end_s * 50), END]
+    end = BEGIN + round(end_s * 50)
+    script = [IDS["<|en|>"], END, BEGIN, *text.encode(), end]
+    if then:
+        script += [end, *then.encode(), end + 50]
+    script.append(END)
     size = max(64, 1 << (len(script) + 1).bit_length())
     config = CONFIG | {"d_model": size, "max_target_positions": size}
     weights = _random_weights(config)

@@ -20,8 +20,9 @@ from tests.audio_files import clip
 from tests.builders.speech_folders import CONFIG, write_scripted_speech, write_speech
 from tests.server_process import ServerProcess, serving
 
-#: ``SPEAKS`` hears ``SENTENCE`` in every window; ``RANDOM`` and ``ENGLISH`` have random weights.
-SPEAKS, RANDOM, ENGLISH, TEXT = "speaks", "random", "english", "mlx-parallm-demo"
+#: ``SPEAKS`` hears ``SENTENCE`` in every window, and ``TWICE`` a word besides; ``RANDOM`` and
+#: ``ENGLISH`` have random weights.
+SPEAKS, TWICE, RANDOM, ENGLISH, TEXT = "speaks", "twice", "random", "english", "mlx-parallm-demo"
 SENTENCE, END_S = "Hello --> there.", 2.0
 #: ``DRAWN``: settings of a random model, whose likeliest texts are short.
 DRAWN: dict[str, Any] = {"temperature": 1.0, "extra_body": {"seed": 3}}
@@ -32,6 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("speech")
     folders = {
         SPEAKS: write_scripted_speech(folder / SPEAKS, SENTENCE, end_s=END_S),
+        TWICE: write_scripted_speech(folder / TWICE, SENTENCE, end_s=END_S, then=" Again."),
         RANDOM: write_speech(folder / RANDOM),
         ENGLISH: write_speech(folder / ENGLISH, is_english=True),
         TEXT: TEXT,
@@ -117,6 +119,15 @@ def test_no_time_is_behind_the_recording(client: openai.OpenAI) -> None:
     assert times == [(0.0, END_S), (30.0, 30.5)]
     srt = hear(client, 30.5, response_format="srt")
     assert "00:00:30,000 --> 00:00:30,500" in srt
+
+
+def test_subtitles_have_no_cue_behind_the_recording(client: openai.OpenAI) -> None:
+    answer = hear(client, 1, model=TWICE, response_format="verbose_json")
+    times = [(segment.start, segment.end) for segment in answer.segments]
+    assert times == [(0.0, 1.0), (1.0, 1.0)]
+    vtt = hear(client, 1, model=TWICE, response_format="vtt")
+    assert vtt == "WEBVTT\n\n00:00:00.000 --> 00:00:01.000\nHello -> there.\n\n"
+    assert "Again." in hear(client, 3, model=TWICE, response_format="srt")
 
 
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")

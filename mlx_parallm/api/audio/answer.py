@@ -162,7 +162,7 @@ class Transcript:
         entries = (
             f"{number}\n{_time(line.segment.start, ',')} --> {_time(line.segment.end, ',')}\n"
             f"{_cue(line.text)}\n\n"
-            for number, line in enumerate(self._lines, 1)
+            for number, line in enumerate(self._cues(), 1)
         )
         return "".join(entries)
 
@@ -170,9 +170,13 @@ class Transcript:
         entries = (
             f"{_time(line.segment.start, '.')} --> {_time(line.segment.end, '.')}\n"
             f"{_cue(line.text)}\n\n"
-            for line in self._lines
+            for line in self._cues()
         )
         return "WEBVTT\n\n" + "".join(entries)
+
+    def _cues(self) -> list[Line]:
+        """Return the lines that subtitles show: WebVTT has no cue that ends when it begins."""
+        return [line for line in self._lines if line.segment.start < line.segment.end]
 
 
 def _with_logprobs(entries: list[dict[str, Any]] | None) -> dict[str, Any]:
