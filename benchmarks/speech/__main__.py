@@ -34,12 +34,15 @@ from benchmarks.checks import RESULTS, Check, conclude
 from benchmarks.make_model import make_model
 from benchmarks.make_speech import make_speech
 
+# HOST_THREADS: threads beside a GPU; NumPy's would otherwise wait on all cores.
+HOST_THREADS = 4
 SECONDS, NEW_TOKENS, ALONE = 30.0, 60, 4
 CPU_CLIPS, GPU_CLIPS, STREAMS = 16, 64, 16
 # LEAST_BATCH: audio/s of a batch over those of one clip after the other.
 LEAST_BATCH, LEAST_OF_MLX, LEAST_OF_TRANSFORMERS, MOST_GAP = 6.0, 1.0, 2.0, 2.0
 MODULES = {"mlx-whisper": "mlx_whisper_reference", "transformers": "transformers_reference"}
-GPU_PARTS = ("rates", "peer", "beside")
+PEER, SMALL = "peer", "small"
+GPU_PARTS = ("rates", "beside", PEER)
 
 Figures = dict[str, Any]
 
@@ -78,13 +81,14 @@ def make_parser() -> argparse.ArgumentParser:
 def on_cpu(args: argparse.Namespace) -> int:
     """Compare a batch with one clip after the other, and both with mlx-whisper."""
     model = make_speech(args.folder / "speech_tiny", "tiny")
-    job = {"clips": CPU_CLIPS, "seconds": SECONDS, "max_tokens": NEW_TOKENS, "alone": ALONE}
+    job: Figures = {"clips": CPU_CLIPS, "seconds": SECONDS, "max_tokens": NEW_TOKENS}
+    job |= {"alone": ALONE, "parts": ["rates"]}
     own: list[Figures] = []
     peer: list[Figures] = []
     with tempfile.TemporaryDirectory() as folder:
         job["features"] = f"{folder}/features.npy"
         for _ in range(args.repetitions):
-            own.append(measure(model, "rates", args, **job))
+            own.append(measure(model, args, **job)["rates"])
             report("mlx_parallm", own[-1], "cpu_s")
             if args.reference_python:
                 peer.append(measure_peer("mlx-whisper", model, args, job))
@@ -101,44 +105,36 @@ def on_gpu(args: argparse.Namespace) -> int:
     shape = "shrunk" if args.shrink else "large-v3"
     model = make_speech(args.folder / f"speech_{shape}", shape)
     count = 4 if args.shrink else GPU_CLIPS
-    job = {"clips": count, "seconds": SECONDS, "max_tokens": NEW_TOKENS, "alone": ALONE}
+    job: Figures = {"clips": count, "seconds": SECONDS, "max_tokens": NEW_TOKENS, "alone": ALONE}
     job["rounds"] = args.repetitions
     job["step_tokens"] = args.max_num_batched_tokens
     job["stall_ms"] = args.max_decode_stall_ms
+    job["parts"] = [part for part in args.parts if part != PEER]
+    if "beside" in args.parts:
+        job |= {"text_model": str(text_model(args).resolve()), "streams": STREAMS}
     checks: list[Check] = []
     details: Figures = {}
     with tempfile.TemporaryDirectory() as folder:
-        job["features"] = f"{folder}/features.npy"
-        for part in args.parts:
-            started = time.monotonic()
-            try:
-                checks += _gpu_part(part, model, args, job, details)
-            except (TimeIsUpError, subprocess.SubprocessError) as error:
-                print(f"{part}: {error}", flush=True)
-            print(f"{part}: {time.monotonic() - started:.1f} s", flush=True)
+        job["features"] = f"{folder}/features.npy" if PEER in args.parts else ""
+        try:
+            own = details["own"] = measure(model, args, **job)
+            if "rates" in own:
+                report("mlx_parallm", own["rates"], "wall_s")
+                checks += rate_checks([own["rates"]], "wall_s", count)
+            if "beside" in own:
+                checks += beside_checks(own["beside"], count, args)
+            if PEER in args.parts and "rates" in own:
+                peer = details["transformers"] = measure_peer("transformers", model, args, job)
+                report("transformers", peer, "wall_s")
+                checks += peer_checks("transformers", [own["rates"]], [peer], "wall_s")
+        except (TimeIsUpError, subprocess.SubprocessError) as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
     if not checks:
         print("Nothing was measured.")
         return 1
     if args.shrink:
         checks = [replace(check, limit=None) for check in checks]
     return conclude("speech_tiny" if args.shrink else "speech_gpu", checks, details, args.output)
-
-
-def _gpu_part(
-    part: str, model: Path, args: argparse.Namespace, job: Figures, details: Figures
-) -> list[Check]:
-    """Return the checks of a part; its figures go to ``details``."""
-    if part == "beside":
-        return beside_part(model, args, job, details)
-    if part == "rates":
-        own = details["own"] = measure(model, "rates", args, **job)
-        report("mlx_parallm", own, "wall_s")
-        return rate_checks([own], "wall_s", job["clips"])
-    if "own" not in details:
-        raise TimeIsUpError("there is nothing to compare with")
-    peer = details["transformers"] = measure_peer("transformers", model, args, job)
-    report("transformers", peer, "wall_s")
-    return peer_checks("transformers", [details["own"]], [peer], "wall_s")
 
 
 def report(name: str, figures: Figures, clock: str) -> None:
@@ -220,20 +216,14 @@ def shared(own: Sequence[Sequence[int]], peer: Sequence[Sequence[int]]) -> float
     return sum(ours == theirs for ours, theirs in pairs) / len(pairs)
 
 
-def beside_part(
-    model: Path, args: argparse.Namespace, job: Figures, details: Figures
-) -> list[Check]:
-    """Measure the gaps of streams of a text model alone, and while clips are transcribed."""
-    shape, dtype = ("small", "float32") if args.shrink else (args.text_shape, "bfloat16")
-    text = make_model(args.folder / f"speech_text_{shape}", config=model_config(shape, dtype))
-    figures = details["beside"] = measure(
-        model,
-        "beside",
-        args,
-        **job | {"alone": 0, "features": ""},
-        text_model=str(text.resolve()),
-        streams=STREAMS,
-    )
+def text_model(args: argparse.Namespace) -> Path:
+    """Return the folder of the streams' model."""
+    shape, dtype = (SMALL, "float32") if args.shrink else (args.text_shape, "bfloat16")
+    return make_model(args.folder / f"speech_text_{shape}", config=model_config(shape, dtype))
+
+
+def beside_checks(figures: Figures, clips: int, args: argparse.Namespace) -> list[Check]:
+    """Compare the gaps of streams beside clips with those of streams alone."""
 
     def median(mode: str, name: str) -> float:
         return statistics.median(each[mode][name] for each in figures["rounds"])
@@ -241,28 +231,28 @@ def beside_part(
     ratio = statistics.median(
         each["beside"]["p99_ms"] / each["alone"]["p99_ms"] for each in figures["rounds"]
     )
-    what = f"{STREAMS} streams of {shape}"
-    clips = statistics.median(audio_rate(each["clips"], "wall_s") for each in figures["rounds"])
+    what = f"{STREAMS} streams of {SMALL if args.shrink else args.text_shape}"
+    rate = statistics.median(audio_rate(each["clips"], "wall_s") for each in figures["rounds"])
     return [
         Check(f"{what} alone: gap p50, ms", median("alone", "p50_ms")),
         Check(f"{what} alone: gap p99, ms", median("alone", "p99_ms")),
-        Check(f"{what} beside {job['clips']} clips: gap p50, ms", median("beside", "p50_ms")),
-        Check(f"{what} beside {job['clips']} clips: gap p99, ms", median("beside", "p99_ms")),
+        Check(f"{what} beside {clips} clips: gap p50, ms", median("beside", "p50_ms")),
+        Check(f"{what} beside {clips} clips: gap p99, ms", median("beside", "p99_ms")),
         Check(f"{what} beside clips: longest gap, ms", median("beside", "most_ms")),
         Check(f"{what} beside clips: gap p99 over alone", ratio, "<=", MOST_GAP),
-        Check("clips beside streams: seconds of audio a second", clips),
+        Check("clips beside streams: seconds of audio a second", rate),
     ]
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:
-    """Return the environment of a child; on a CPU with a number of threads."""
-    names = () if args.gpu else ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
-    return {**os.environ, **dict.fromkeys(names, str(args.threads))}
+    """Return the environment of a child: the number of threads of a CPU's matrix products."""
+    names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+    return {**os.environ, **dict.fromkeys(names, str(HOST_THREADS if args.gpu else args.threads))}
 
 
-def measure(model: Path, part: str, args: argparse.Namespace, **job: Any) -> Figures:
-    """Return the figures of a part of ``benchmarks.speech.engine`` in a process of its own."""
-    content = json.dumps({"part": part, "model": str(model.resolve()), **job})
+def measure(model: Path, args: argparse.Namespace, **job: Any) -> Figures:
+    """Return the figures of ``benchmarks.speech.engine`` in a process of its own."""
+    content = json.dumps({"model": str(model.resolve()), **job})
     command = ["-m", "mlx_parallm.process_setup.openblas", "benchmarks.speech.engine"]
     return _output([sys.executable, *command], args, content)
 
@@ -285,15 +275,23 @@ def _output(command: Sequence[str], args: argparse.Namespace, content: str = "")
     left = args.end_s - time.monotonic()
     if left <= 0:
         raise TimeIsUpError("there is no time left")
-    done = subprocess.run(
-        command,
-        input=content,
-        stdout=subprocess.PIPE,
-        env=environment(args),
-        text=True,
-        check=True,
-        timeout=left,
-    )
+    try:
+        done = subprocess.run(
+            command,
+            input=content,
+            stdout=subprocess.PIPE,
+            env=environment(args),
+            text=True,
+            check=True,
+            timeout=left,
+        )
+    except subprocess.TimeoutExpired as error:
+        # The parts that ended were printed.
+        printed = error.stdout or b""
+        lines = (printed.encode() if isinstance(printed, str) else printed).splitlines()
+        if not lines:
+            raise
+        return json.loads(lines[-1])
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -52,7 +52,7 @@ class Job:
     """One measurement.
 
     Attributes:
-        part: a name of ``PARTS``.
+        parts: names of ``PARTS``.
         model: the speech model's folder.
         clips: the number of recordings in a batch.
         seconds: how long each is, at most a window.
@@ -67,7 +67,7 @@ class Job:
         features: a file that gets the features of all clips, for the other side; empty for none.
     """
 
-    part: str
+    parts: tuple[str, ...]
     model: str
     clips: int
     seconds: float
@@ -272,7 +272,7 @@ async def rates(bench: Bench) -> dict[str, Any]:
 async def beside(bench: Bench) -> dict[str, Any]:
     """Return the gaps of streams of a text model alone, and while clips are transcribed."""
     job = bench.job
-    for _ in range(WARM_UPS):
+    for _ in range(WARM_UPS - len(job.parts) + 1):
         await bench.run(bench.recordings)
     times_s: list[list[float]] = [[] for _ in range(job.streams)]
     streams = [
@@ -322,17 +322,22 @@ PARTS: dict[str, Callable[[Bench], Awaitable[dict[str, Any]]]] = {"rates": rates
 
 
 async def measure(job: Job) -> dict[str, Any]:
-    """Return the figures of a job."""
+    """Return the figures of a job's parts by their names; print them after each part."""
+    started = time.perf_counter()
     bench = Bench(job)
+    figures: dict[str, Any] = {"engine": bench.facts() | {"start_s": time.perf_counter() - started}}
     try:
-        return await PARTS[job.part](bench) | {"engine": bench.facts()}
+        for part in job.parts:
+            figures[part] = await PARTS[part](bench)
+            print(json.dumps(figures), flush=True)
     finally:
         bench.engine.stop()
+    return figures
 
 
 def main() -> None:
-    job = Job(**json.loads(sys.stdin.read()))
-    print(json.dumps(asyncio.run(measure(job))))
+    content = json.loads(sys.stdin.read())
+    asyncio.run(measure(Job(**content | {"parts": tuple(content["parts"])})))
 
 
 if __name__ == "__main__":

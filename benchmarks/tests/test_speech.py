@@ -74,7 +74,7 @@ def test_other_sides_get_the_weights_that_are_served(model: Path):
 def test_clips_have_the_same_tokens_in_a_batch_and_alone(model: Path, tmp_path: Path):
     file = tmp_path / "features.npy"
     job = Job(
-        part="rates",
+        parts=("rates",),
         model=str(model),
         clips=2,
         seconds=1.0,
@@ -82,7 +82,7 @@ def test_clips_have_the_same_tokens_in_a_batch_and_alone(model: Path, tmp_path: 
         alone=2,
         features=str(file),
     )
-    figures = asyncio.run(measure(job))
+    figures = asyncio.run(measure(job))["rates"]
     json.dumps(figures)
     assert [len(tokens) for tokens in figures["tokens"]] == [3, 3]
     (only,) = figures["rounds"]
