@@ -160,7 +160,7 @@ def fitted(request: GenerateRequest, room: StepRoom) -> GenerateRequest:
     params, prompt_len = request.params, len(request.prompt_ids)
     needed = prompt_len + (1 if params.max_tokens is None else params.max_tokens)
     source_len = num_source_tokens(request.inputs)
-    num_blocks = room.num_blocks - -(-source_len // room.block_size)
+    num_blocks = max(0, room.num_blocks - -(-source_len // room.block_size))
     left = num_blocks * room.block_size
     longest = min(room.max_len, left)
     if params.beams is not None:

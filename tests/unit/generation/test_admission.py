@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.generation.admission import check_length, check_request, check_room
+from mlx_parallm.generation.admission import (
+    StepRoom,
+    check_length,
+    check_request,
+    check_room,
+    fitted,
+)
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.types.model_input import HostArray, audio_of
 from mlx_parallm.types.request import GenerateRequest, SamplingParams, ThinkingBudget
 from tests.fakes import make_info
 
@@ -84,3 +91,13 @@ def test_a_request_that_no_queue_could_hold_names_what_is_too_many(
 
 def test_a_queue_without_a_limit_holds_any_request() -> None:
     check_room(1000, 1000, 0)
+
+
+def test_a_source_larger_than_the_pool_leaves_no_tokens() -> None:
+    source = audio_of(HostArray("float32", (40, 1), bytes(160)), "sound")
+    request = GenerateRequest(
+        request_id="a", model="m", prompt_ids=(1,), inputs=(source,), params=SamplingParams()
+    )
+    room = StepRoom(max_len=16, num_blocks=2, block_size=4, token_budget=8, num_slots=1)
+    with pytest.raises(ContextLengthError, match="beside which the KV pool holds 0"):
+        fitted(request, room)
