@@ -23,6 +23,7 @@ from mlx_parallm.worker.generation.seam import ModelSeams
 from mlx_parallm.worker.layers.attention_heads import settings_of, use_head_kernels
 from mlx_parallm.worker.layers.block_kernels import BlockKernels, use_block_kernels
 from mlx_parallm.worker.layers.row_layers import Columns, use_row_layers
+from mlx_parallm.worker.layers.wrapped_calls import WrappedCalls
 from tests.builders.architectures.configs import config_of
 from tests.builders.random_models import stock_model
 from tests.kernels.heads_trial import HeadCase, heads_are_right
@@ -109,16 +110,17 @@ def model_of(name: str, dtype: mx.Dtype = mx.bfloat16) -> Any:
 
 
 def logits_of(model: Any, backend: KernelAttention, dtype: mx.Dtype = mx.bfloat16) -> np.ndarray:
-    """Return the logits of three sequences' second tokens in a packed forward."""
+    """Return the logits of four sequences' second tokens in a packed forward."""
     attention = model.model.layers[0].self_attn
     shape = LayerShape(num_kv_heads=attention.n_kv_heads, key_dim=64, value_dim=64, dtype=dtype)
     pools: list[LayerPool] = [backend.new_pool(shape, 4) for _ in model.model.layers]
     seams = ModelSeams(model)
     logits = mx.zeros(0)
-    for start, tokens in ((0, [3, 5, 7]), (1, [9, 2, 4])):
+    # As many rows as row layers take.
+    for start, tokens in ((0, [3, 5, 7, 1]), (1, [9, 2, 4, 6])):
         rows = [
             ScheduledSequence(seq_id=i, slot=i, start=start, token_ids=(1,), block_table=(3 - i,))
-            for i in range(3)
+            for i in range(4)
         ]
         step = PackedStep.of(backend, rows)
         with seams.during(step):
@@ -149,6 +151,33 @@ def test_layers_whose_heads_one_kernel_makes_compute_the_same(name: str) -> None
     assert kernels.counts == counts
     assert not any(kernel.startswith("paged_write_") for kernel in made)
     assert np.abs(actual - wanted).max() <= 0.02 * np.abs(wanted).max()
+
+
+def test_wrapped_layers_are_called() -> None:
+    """Adapters wrap the calls of layers, whose products are then not their outputs."""
+    require_compiler()
+    model, shim = model_of("qwen3"), CudaShim()
+    use_row_layers(model, None)
+    layers = [layer for block in model.model.layers for layer in adapted_layers(block)]
+
+    def wrapped(original: Any) -> dict[str, Any]:
+        return {"__call__": lambda self, x: 1.5 * original.__call__(self, x)}
+
+    with WrappedCalls(layers, wrapped):
+        wanted = logits_of(model, KernelAttention(16, shim))
+    plain = logits_of(model, KernelAttention(16, shim))
+    assert use_head_kernels(model, shim)
+    assert use_block_kernels(model, BlockKernels(shim))
+    with WrappedCalls(layers, wrapped):
+        actual = logits_of(model, KernelAttention(16, shim))
+    limit = 0.02 * np.abs(wanted).max()
+    assert np.abs(actual - wanted).max() <= limit
+    assert np.abs(plain - wanted).max() > limit
+
+
+def adapted_layers(block: Any) -> list[Any]:
+    """Return some layers of a block that adapters change."""
+    return [block.self_attn.q_proj, block.self_attn.v_proj, block.mlp.up_proj]
 
 
 def test_a_quantised_pool_takes_the_layers_own_operations() -> None:

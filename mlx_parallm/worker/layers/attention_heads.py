@@ -21,7 +21,7 @@ from mlx_parallm.worker.attention.base import LayerShape
 from mlx_parallm.worker.attention.heads import HeadInputs, HeadSettings
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.device.kernel_trial import KernelTrials, largest_error, why_off
-from mlx_parallm.worker.layers.row_layers import part_of
+from mlx_parallm.worker.layers.row_layers import called_part
 
 #: ``LAYERS``: mlx_lm's attention layers of this form, by module and class name.
 LAYERS = frozenset(
@@ -85,7 +85,7 @@ def settings_of(layer: Any) -> HeadSettings | None:
 def inputs_of(layer: Any, x: mx.array, positions: mx.array) -> HeadInputs:
     """Return what the heads of rows ``x``, ``[T, 1, hidden]``, are made of."""
     columns = [
-        part_of(module, module, x).columns for module in (layer.q_proj, layer.k_proj, layer.v_proj)
+        called_part(module, x).columns for module in (layer.q_proj, layer.k_proj, layer.v_proj)
     ]
     first, second, third = (part.first for part in columns)
     return HeadInputs(

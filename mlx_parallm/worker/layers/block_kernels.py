@@ -17,7 +17,7 @@ from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
 from mlx_parallm.kernels.language import KernelLanguage
 from mlx_parallm.worker.device.kernel_trial import KernelTrials, largest_error, why_off
 from mlx_parallm.worker.layers.kernels import HEADERS, TEXTS
-from mlx_parallm.worker.layers.row_layers import Columns, part_of
+from mlx_parallm.worker.layers.row_layers import Columns, called_part
 
 # VECTOR: neighbouring numbers that a thread takes, 16 bytes in 16-bit types.
 VECTOR = 8
@@ -138,8 +138,7 @@ def run_block(block: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:
 def run_mlp(mlp: Any, x: mx.array) -> mx.array:
     """Return the output of a marked MLP of mlx_lm for rows, ``[T, 1, hidden]``."""
     kernels: BlockKernels = mlp["_kernels"]
-    gates = part_of(mlp.gate_proj, mlp.gate_proj, x)
-    numbers = part_of(mlp.up_proj, mlp.up_proj, x)
+    gates, numbers = called_part(mlp.gate_proj, x), called_part(mlp.up_proj, x)
     return mlp.down_proj(kernels.gate(gates.columns, numbers.columns, gates.output.shape[-1]))
 
 

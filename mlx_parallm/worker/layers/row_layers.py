@@ -256,6 +256,15 @@ def part_of(layer: nn.Module, call: Callable[[mx.array], mx.array], x: mx.array)
     return _own_part(call(x))
 
 
+def called_part(layer: nn.Module, x: mx.array) -> Part:
+    """Return what calling a layer returns, and the columns that it is.
+
+    A layer whose calls are wrapped, for adapters, is called: its product is not its output.
+    """
+    is_plain = type(layer) in ROW_LAYERS.values()
+    return part_of(layer, layer, x) if is_plain else _own_part(layer(x))
+
+
 def _own_part(output: mx.array) -> Part:
     return Part(output, Columns(output, 0))
 
