@@ -19,9 +19,14 @@ from urllib.parse import urlsplit
 import numpy as np
 from PIL import Image
 
+from mlx_parallm.media.audio.wav import FLOAT
 from mlx_parallm.peers.child_process import end_at_eof
+from tests.audio_files import coded_samples, wav
 
 CHAT = "/v1/chat/completions"
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
+#: ``SPEECH``: the name of the model that hears.
+SPEECH = "speech"
 DEPTH = 10_000
 SCHEMA_BYTES = 1024 * 1024
 NUM_GROUPS = 128
@@ -29,6 +34,13 @@ NUM_SAMPLES = 128
 NUM_HALF_BODIES = 32
 NUM_TEXT_CLIENTS = 8
 NUM_IMAGE_CLIENTS = 8
+NUM_AUDIO_CLIENTS = 8
+# AUDIO_SAMPLES: of a WAV file of 60 MB, which is half an hour at 16 kHz. CODED_COPIES: of an MP3
+# file of some KB, joined to one of hours. BOUNDARY: of forms.
+AUDIO_SAMPLES = 30_000_000
+CODED_COPIES = 30_000
+CODED = ("mp3_16k", "flac_44k", "vorbis_22k")
+BOUNDARY = "0123456789abcdef"
 # NUM_IMAGES: as many as --max-images-per-request allows, with the refused one.
 NUM_IMAGES = 15
 # IMAGE_SHAPE: noise of 4 MB in base64, so that a body has 60 MB.
@@ -50,12 +62,12 @@ class Target:
         self._key = key
         self.model = model
 
-    def post(self, body: bytes, path: str = CHAT) -> int:
+    def post(self, body: bytes, path: str = CHAT, kind: str = "application/json") -> int:
         """Send a whole request and read the answer; its status."""
         with contextlib.closing(
             http.client.HTTPConnection(*self._address, timeout=60)
         ) as connection:
-            headers = {"content-type": "application/json", "authorization": f"Bearer {self._key}"}
+            headers = {"content-type": kind, "authorization": f"Bearer {self._key}"}
             connection.request("POST", path, body, headers)
             response = connection.getresponse()
             response.read()
@@ -139,9 +151,13 @@ def texts(target: Target) -> None:
                 target.post(body, path)
             number += 1
 
+    side_by_side(send, NUM_TEXT_CLIENTS)
+
+
+def side_by_side(send: Callable[[int], None], count: int) -> None:
+    """Run clients, each in a thread of its own, which gets its number."""
     threads = [
-        threading.Thread(target=send, args=(number,), daemon=True)
-        for number in range(NUM_TEXT_CLIENTS)
+        threading.Thread(target=send, args=(number,), daemon=True) for number in range(count)
     ]
     for thread in threads:
         thread.start()
@@ -175,18 +191,14 @@ def images(target: Target) -> None:
     """Send, from eight clients, 60 MB of images of which only the last one is refused."""
     body = refused_images(target)
 
-    def send() -> None:
+    def send(_: int) -> None:
         while True:
             # Images that were prepared before would be found again.
             others = body.replace(IMAGE_END, os.urandom(len(IMAGE_END) // 2).hex().encode())
             with contextlib.suppress(OSError, http.client.HTTPException):
                 target.post(others)
 
-    threads = [threading.Thread(target=send, daemon=True) for _ in range(NUM_IMAGE_CLIENTS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    side_by_side(send, NUM_IMAGE_CLIENTS)
 
 
 def refused_images(target: Target) -> bytes:
@@ -206,6 +218,47 @@ def refused_images(target: Target) -> bytes:
     return target.chat(messages=[{"role": "user", "content": parts}])
 
 
+def audio(target: Target) -> None:
+    """Send, from eight clients, recordings of up to 60 MB that are refused, most at their end."""
+    bodies = refused_recordings()
+    kind = f"multipart/form-data; boundary={BOUNDARY}"
+
+    def send(number: int) -> None:
+        while True:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                target.post(bodies[number % len(bodies)], TRANSCRIPTIONS, kind)
+            number += 1
+
+    side_by_side(send, NUM_AUDIO_CLIENTS)
+
+
+def refused_recordings() -> list[bytes]:
+    """Return forms: a sample that is no number behind many, cut files, lies, and no audio."""
+    samples = np.zeros(AUDIO_SAMPLES // 2, np.float32)
+    samples[-1] = np.nan
+    whole = wav(samples.tobytes(), bits=32, tag=FLOAT)
+    samples_of = coded_samples()
+    mp3, flac, ogg = (samples_of[name].file for name in CODED)
+    files = [
+        whole,
+        whole[: len(whole) - 2],
+        mp3 * CODED_COPIES,
+        flac[: len(flac) * 9 // 10],
+        ogg[: len(ogg) * 9 // 10],
+        wav(bytes(2000), rate=384_000),
+        os.urandom(2 * AUDIO_SAMPLES),
+    ]
+    return [_form(file) for file in files]
+
+
+def _form(file: bytes) -> bytes:
+    mark, line = f"--{BOUNDARY}", "Content-Disposition: form-data; name="
+    head = (
+        f'{mark}\r\n{line}"model"\r\n\r\n{SPEECH}\r\n{mark}\r\n{line}"file"; filename="x"\r\n\r\n'
+    )
+    return head.encode() + file + f"\r\n{mark}--\r\n".encode()
+
+
 ATTACKS: dict[str, Callable[[Target], None]] = {
     "schema": schema,
     "deep": deep,
@@ -215,6 +268,8 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
 }
 #: ``IMAGE_ATTACKS``: those for a model that sees.
 IMAGE_ATTACKS: dict[str, Callable[[Target], None]] = {"images": images}
+#: ``AUDIO_ATTACKS``: those for a model that hears.
+AUDIO_ATTACKS: dict[str, Callable[[Target], None]] = {"audio": audio}
 
 
 def attack_for(name: str, base_url: str, key: str, model: str) -> None:
@@ -229,5 +284,5 @@ def attack_for(name: str, base_url: str, key: str, model: str) -> None:
     target = Target(base_url, key, model)
     while True:
         with contextlib.suppress(OSError, http.client.HTTPException):
-            (ATTACKS | IMAGE_ATTACKS)[name](target)
+            (ATTACKS | IMAGE_ATTACKS | AUDIO_ATTACKS)[name](target)
         time.sleep(PAUSE_S)

@@ -11,6 +11,7 @@ within 100 ms, and memory comes back.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import multiprocessing
@@ -19,9 +20,11 @@ import random
 import re
 import shlex
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -30,9 +33,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.checks import Check, conclude
-from benchmarks.servers import SERVED_NAME, Server, mlx_parallm_server
-from loadtests.attacks import ATTACKS, IMAGE_ATTACKS, attack_for
+from benchmarks.servers import SERVED_NAME, Server, mlx_parallm_server, server_of_models
+from loadtests.attacks import ATTACKS, AUDIO_ATTACKS, IMAGE_ATTACKS, SPEECH, attack_for
 from loadtests.cases import make_cases
+from mlx_parallm.demo_models.folders import DEMO_NAME
+from tests.builders.speech_folders import write_speech
 
 NUM_NORMAL = 8
 HOSTILE_KEY = "hostile"
@@ -56,8 +61,11 @@ MOST_HEALTH_S = 0.1
 MOST_KEPT = 1.1
 HEALTH_PAUSE_S = 0.05
 MOST_GROWTH_BYTES = 512 * 1024 * 1024
-# MOST_IMAGE_GROWTH_BYTES: --max-body-bytes-per-key is 256 MiB, and strings of bodies are copies.
-MOST_IMAGE_GROWTH_BYTES = 1024 * 1024 * 1024
+# MOST_MEDIA_GROWTH_BYTES: --max-body-bytes-per-key is 256 MiB, and strings of bodies are copies.
+MOST_MEDIA_GROWTH_BYTES = 1024 * 1024 * 1024
+
+#: ``MEDIA_ATTACKS``: those by large files.
+MEDIA_ATTACKS = (*IMAGE_ATTACKS, *AUDIO_ATTACKS)
 
 
 @dataclass(slots=True)
@@ -97,7 +105,8 @@ def main() -> int:
     parser.add_argument(
         "--attacks",
         default=",".join(ATTACKS),
-        help=f"which ones, by name; also {', '.join(IMAGE_ATTACKS)}, with a model that sees",
+        help=f"which ones, by name; also {', '.join(IMAGE_ATTACKS)}, with a model that sees, and "
+        f"{', '.join(AUDIO_ATTACKS)}, beside a small model that hears",
     )
     parser.add_argument("--server-options", default=shlex.join(SERVER_OPTIONS))
     parser.add_argument("--http-processes", type=int, default=1, help="--api-server-count")
@@ -106,10 +115,11 @@ def main() -> int:
     options = [part for key in keys for part in ("--api-key", key)]
     options += ["--api-server-count", str(args.http_processes)]
     names = args.attacks.split(",")
-    if unknown := set(names) - ATTACKS.keys() - IMAGE_ATTACKS.keys():
+    if unknown := set(names) - ATTACKS.keys() - IMAGE_ATTACKS.keys() - AUDIO_ATTACKS.keys():
         parser.error(f"there is no attack {', '.join(sorted(unknown))}")
     cases = {name: [name] for name in names} | ({"all": names} if len(names) > 1 else {})
-    with mlx_parallm_server(args.model, options + shlex.split(args.server_options)) as server:
+    options += shlex.split(args.server_options)
+    with serving(args.model, options, hears=bool(AUDIO_ATTACKS.keys() & names)) as server:
         run_phase(server, 3.0)
         result = measure(server, cases, args.rounds, args.seconds)
         if result.failures:
@@ -119,8 +129,26 @@ def main() -> int:
         "load_average_before_each_phase": result.loads,
         "server_options": args.server_options,
     }
-    several = f"_{args.http_processes}_http_processes" if args.http_processes > 1 else ""
-    return conclude(f"hostile{several}", checks_of(result), details)
+    suffix = f"_{args.http_processes}_http_processes" if args.http_processes > 1 else ""
+    if names == list(AUDIO_ATTACKS):
+        suffix = f"_audio{suffix}"
+    return conclude(f"hostile{suffix}", checks_of(result), details)
+
+
+@contextlib.contextmanager
+def serving(model: Path | None, options: list[str], *, hears: bool) -> Iterator[Server]:
+    """Run a server of a model, and of a small one that hears if there are recordings."""
+    if not hears:
+        with mlx_parallm_server(model, options) as server:
+            yield server
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        models = {
+            SERVED_NAME: model or Path(DEMO_NAME),
+            SPEECH: write_speech(Path(folder) / SPEECH),
+        }
+        with server_of_models(models, options) as server:
+            yield server
 
 
 def measure(server: Server, cases: dict[str, list[str]], rounds: int, seconds: float) -> Result:
@@ -161,8 +189,8 @@ def checks_of(result: Result) -> list[Check]:
         )
         checks += stall_checks(name, phase, alone, result.kept[name])
         checks.append(Check(f"{name}: refused requests", result.refused[name]))
-    has_images = any(attack in name for name in result.beside for attack in IMAGE_ATTACKS)
-    most_growth = MOST_IMAGE_GROWTH_BYTES if has_images else MOST_GROWTH_BYTES
+    has_media = any(attack in name for name in result.beside for attack in MEDIA_ATTACKS)
+    most_growth = MOST_MEDIA_GROWTH_BYTES if has_media else MOST_GROWTH_BYTES
     mean_load = sum(result.loads) / len(result.loads)
     return [
         *checks,
@@ -189,7 +217,7 @@ def stall_checks(name: str, phase: Phase, alone: Phase, kept: float) -> list[Che
         (f"{name}: /health p99, ms", health_ms, 1e3 * MOST_HEALTH_S),
         (f"{name}: memory after, relative to before", kept, MOST_KEPT),
     ]
-    if name not in ("texts", *IMAGE_ATTACKS):
+    if name not in ("texts", *MEDIA_ATTACKS):
         return [Check(label, value) for label, value, _ in figures]
     return [Check(label, value, "<=", most) for label, value, most in figures]
 
