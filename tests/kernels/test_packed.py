@@ -45,10 +45,10 @@ def error(
     depth: int,
 ) -> float:
     """Return the largest error as a share of the largest value."""
-    x = mx.random.normal((rows, depth), dtype, key=mx.random.key(2))
+    x = mx.random.normal((rows, 1, depth), dtype, key=mx.random.key(2))
     arrays = packed(packing, dtype, width, depth)
     actual = PackedKernels(shim).product(x, arrays, packing, variant)
-    assert actual.shape == (rows, width)
+    assert actual.shape == (rows, 1, width)
     assert actual.dtype == dtype
     wanted = x.astype(mx.float32) @ packing.unpacked(arrays, mx.float32).T
     return float(mx.abs(actual - wanted).max() / mx.abs(wanted).max())
@@ -144,8 +144,8 @@ def test_variants_fit_a_processor_and_take_their_rows(packing: Packing, dtype: m
         assert variant_for(form, 513, width) is None
 
 
-@pytest.mark.parametrize("rows", [3, 20, 520])
-def test_products_of_layers_have_the_kernels(rows: int) -> None:
+@pytest.mark.parametrize("shape", [(3, 1), (20, 1), (4, 5), (520, 1)], ids=str)
+def test_products_of_layers_have_the_kernels(shape: tuple[int, int]) -> None:
     require_compiler()
     calls: list[str] = []
     shim = TensorShim()
@@ -158,10 +158,11 @@ def test_products_of_layers_have_the_kernels(rows: int) -> None:
     products = PackedProducts(Q4, 512, "cuda")
     products.kernels = PackedKernels(shim)
     arrays = packed(Q4, mx.bfloat16, 24, 512)
-    x = mx.random.normal((rows, 1, 512), mx.bfloat16, key=mx.random.key(3))
+    rows = shape[0] * shape[1]
+    x = mx.random.normal((*shape, 512), mx.bfloat16, key=mx.random.key(3))
     actual = products(x, arrays)
     wanted = x.astype(mx.float32) @ Q4.unpacked(arrays, mx.float32).T
-    assert actual.shape == (rows, 1, 24)
+    assert actual.shape == (*shape, 24)
     # The product of an unpacked weight adds in bfloat16 on a CPU.
     assert mx.abs(actual - wanted).max() <= (0.1 if rows > 512 else 0.01) * mx.abs(wanted).max()
     assert calls == [

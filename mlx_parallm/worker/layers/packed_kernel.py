@@ -180,20 +180,20 @@ class Tiles:
 FEW_ROWS = {4: Rows(wide=16, warps=4, span=2048, stages=2), 8: Rows(16, 8, 1024, 3)}
 # MAX_NARROW: a weight of so few rows has few threadgroups, so that these need more warps.
 MAX_NARROW = 8192
-# NARROW_TILES, WIDE_TILES: by bits, up to how many rows of x which variant is the fastest on an
-# H200. More rows pay for unpacking the weight (docs/decisions/055-packed-weights-by-rows.md).
+# NARROW_TILES, WIDE_TILES: by mode and bits, up to how many rows of x which variant is the fastest
+# on an H200. More rows pay for unpacking the weight (docs/decisions/055-packed-weights-by-rows.md).
 _FIRST = (16, Tiles(16, 64, 2, 6))
 _LAST = (512, Tiles(128, 128, 1, 4, 2))
 NARROW_TILES = {
-    4: (
+    (AFFINE, 4): (
         _FIRST,
-        (32, Tiles(32, 64, 4, 6)),
+        (32, Tiles(32, 64, 4, 4)),
         (64, Tiles(64, 64, 4, 4)),
-        (128, Tiles(64, 64, 2, 5, 2)),
+        (128, Tiles(128, 64, 4, 3)),
         (256, Tiles(128, 64, 2, 4)),
         _LAST,
     ),
-    8: (
+    (AFFINE, 8): (
         _FIRST,
         (32, Tiles(32, 64, 4, 6)),
         (64, Tiles(64, 64, 4, 4)),
@@ -201,20 +201,30 @@ NARROW_TILES = {
         (256, Tiles(128, 64, 2, 3)),
         _LAST,
     ),
+    (MXFP4, 4): (
+        _FIRST,
+        (32, Tiles(32, 64, 4, 6)),
+        (64, Tiles(64, 64, 4, 4)),
+        (128, Tiles(64, 64, 2, 5, 2)),
+        (256, Tiles(128, 64, 2, 4)),
+        _LAST,
+    ),
 }
 WIDE_TILES = {
-    4: (_FIRST, (32, Tiles(32, 64, 2, 6)), (64, Tiles(64, 64, 2, 5, 2)), _LAST),
-    8: (_FIRST, (32, Tiles(32, 64, 1, 8, 2)), (64, Tiles(64, 128, 1, 5, 2)), _LAST),
+    (AFFINE, 4): (_FIRST, (32, Tiles(32, 64, 2, 6)), (64, Tiles(64, 64, 2, 5)), _LAST),
+    (AFFINE, 8): (_FIRST, (32, Tiles(32, 64, 1, 8, 2)), (64, Tiles(64, 128, 1, 5, 2)), _LAST),
+    (MXFP4, 4): (_FIRST, (32, Tiles(32, 64, 2, 6)), (64, Tiles(64, 64, 2, 5, 2)), _LAST),
 }
 
 
 def variant_for(form: Format, rows: int, width: int) -> Rows | Tiles | None:
     """Return the variant that multiplies so many rows of x and of the weight; None to unpack."""
-    bits = form.packing.bits
+    packing = form.packing
     if rows <= FEW:
-        return FEW_ROWS[bits]
-    tiles = (WIDE_TILES if width > MAX_NARROW else NARROW_TILES)[bits]
-    return next((variant for limit, variant in tiles if rows <= limit), None)
+        return FEW_ROWS[packing.bits]
+    tiles = WIDE_TILES if width > MAX_NARROW else NARROW_TILES
+    own = tiles[packing.mode, packing.bits]
+    return next((variant for limit, variant in own if rows <= limit), None)
 
 
 def why_unsupported(packing: Packing, dtype: mx.Dtype, depth: int) -> str | None:
@@ -251,9 +261,9 @@ def kernels_error(kernels: PackedKernels, packing: Packing, dtype: mx.Dtype, dep
     plain = packing.unpacked(arrays, dtype)
     worst = largest_error(kernels.unpacked(arrays, packing, dtype), plain)
     for rows, variant in variants_of(form):
-        x = mx.random.normal((rows, depth), dtype, key=mx.random.key(rows))
+        x = mx.random.normal((rows, 1, depth), dtype, key=mx.random.key(rows))
         actual = kernels.product(x, arrays, packing, variant)
-        worst = max(worst, largest_error(actual, x @ plain.T))
+        worst = max(worst, largest_error(actual[:, 0], x[:, 0] @ plain.T))
     return worst
 
 
@@ -279,10 +289,10 @@ class PackedKernels:
     def product(
         self, x: mx.array, arrays: Sequence[mx.array], packing: Packing, variant: Rows | Tiles
     ) -> mx.array:
-        """Return the product ``x @ weight.T``, ``[T, N]`` in the dtype of x.
+        """Return the product ``x @ weight.T``, ``[T, 1, N]`` in the dtype of x.
 
         Args:
-            x: T rows, ``[T, K]``.
+            x: T rows, ``[T, 1, K]``.
             arrays: of the weight ``[N, K]``, in the order of ``Packing.names``.
             packing: of the weight.
             variant: of the kernel; rows of x fit it.
@@ -290,7 +300,7 @@ class PackedKernels:
         rows, width = x.shape[0], arrays[0].shape[0]
         return self.kernel(Format(packing, x.dtype), variant)(
             inputs=[x, *arrays],
-            output_shapes=[(rows, width)],
+            output_shapes=[(rows, 1, width)],
             output_dtypes=[x.dtype],
             grid=(variant.threadgroups(rows, width) * variant.threads, 1, 1),
             threadgroup=(variant.threads, 1, 1),
