@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from mlx_parallm.generation.scheduler.sequence import Sequence
+from mlx_parallm.types.model_input import num_source_tokens
 from mlx_parallm.types.request import PolicyWeights
 
 # AGING_PERIOD: once in so many admissions the longest waiting sequence goes first, whatever its
@@ -85,8 +86,9 @@ class ClientLine:
 
 
 def _num_counted(sequence: Sequence) -> int:
-    """Return the number of prompt tokens that a sequence counts for."""
-    return min(len(sequence.request.prompt_ids), LONG_PROMPT)
+    """Return the number of tokens that a sequence counts for: of its prompt and its source."""
+    request = sequence.request
+    return min(len(request.prompt_ids) + num_source_tokens(request.inputs), LONG_PROMPT)
 
 
 def _arrival(sequence: Sequence) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from mlx_parallm.generation.scheduler.waiting import (
     PATIENCE,
     WaitingQueue,
 )
+from mlx_parallm.types.model_input import source_of
 from mlx_parallm.types.request import GenerateRequest
 
 
@@ -27,7 +28,9 @@ class Arrivals:
     def __init__(self) -> None:
         self._numbers = count()
 
-    def next(self, client: str = "", priority: int = 0, num_tokens: int = 2) -> Sequence:
+    def next(
+        self, client: str = "", priority: int = 0, num_tokens: int = 2, num_source: int = 0
+    ) -> Sequence:
         number = next(self._numbers)
         request = GenerateRequest(
             request_id=f"{client}{number}",
@@ -35,6 +38,7 @@ class Arrivals:
             prompt_ids=(1,) * num_tokens,
             priority=priority,
             client=client,
+            inputs=(source_of([1] * num_source),) if num_source else (),
         )
         return Sequence(number, RequestGroup(request, frozenset(), number), 0, 0, [1])
 
@@ -105,6 +109,14 @@ def lengths_in_order(queue: WaitingQueue) -> Iterator[int]:
 def test_of_prompts_that_wait_together_the_shortest_goes_first() -> None:
     queue, _ = queue_of_prompts(30, 10, 500, 10, 20)
     assert list(lengths_in_order(queue)) == [10, 10, 20, 30, 500]
+
+
+def test_a_source_counts_as_a_prompt_does() -> None:
+    queue, arrivals = WaitingQueue(), Arrivals()
+    long, short, none = (arrivals.next(num_source=count) for count in (40, 30, 0))
+    for sequence in (long, short, none):
+        queue.append(sequence)
+    assert list(taken(queue)) == [none, short, long]
 
 
 def test_equal_prompts_and_long_ones_keep_the_order_of_their_arrival() -> None:
