@@ -62,6 +62,8 @@ def error(
         (Rows(wide=16, warps=4, span=2048, stages=1), 8, 8, 1024),  # fewer numbers than a span has
         (Tiles(rows=16, wide=64, slabs=1, stages=4), 5, 72, 1024),
         (Tiles(rows=32, wide=128, slabs=2, stages=4), 40, 72, 1024),  # two tiles of rows
+        (Rows(wide=16, warps=4, span=2048, stages=1), 3, 9, 1024),
+        (Tiles(rows=16, wide=64, slabs=1, stages=4), 5, 71, 1024),  # as a vocabulary may be
     ],
     ids=str,
 )

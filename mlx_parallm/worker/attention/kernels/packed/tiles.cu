@@ -197,6 +197,14 @@ for (int i = thread_index; i < ROWS * WIDE / 2; i += THREADS) {
       high += parts[(s * ROWS + row) * LINE + column + 1];
     }
     T* to = out + (Place)(base + row) * width + first + column;
-    *(unsigned*)to = packed(low, high, T(0.0f));
+    if (width % 2 == 0) {
+      *(unsigned*)to = packed(low, high, T(0.0f));
+    } else {
+      // A row may begin within a word, and ends with one number.
+      to[0] = T(low);
+      if (first + column + 1 < width) {
+        to[1] = T(high);
+      }
+    }
   }
 }
