@@ -205,5 +205,5 @@ def _fp4_doubled(numbers: mx.array) -> mx.array:
 
 def _powers(scales: mx.array) -> mx.array:
     """Return half of the E8M0 scales, which are powers of two: bytes with a bias of 127."""
-    # MLX gives 2^-127, of byte 0, as it is. Half of it is subnormal, which costs nothing so rarely.
+    # Byte 0 becomes 0 where MLX has 2^-127. Half of byte 1 is subnormal, and too rare to cost time.
     return (scales.astype(mx.uint32) << 23).view(mx.float32) * 0.5
