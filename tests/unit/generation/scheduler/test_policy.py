@@ -6,6 +6,7 @@ import pytest
 
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.running import RunningSet
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.generation.scheduler.sequence import RequestGroup, Sequence
 from mlx_parallm.types.errors import ContextLengthError, OverloadedError
@@ -50,6 +51,20 @@ def step(scheduler: Scheduler) -> ScheduledBatch:
 
 def first_start(scheduler: Scheduler) -> int:
     return step(scheduler).sequences[-1].start
+
+
+@pytest.mark.parametrize(("length", "held", "spare"), [(9, 0, 13), (9, 8, 13), (8, 8, 14)])
+def test_blocks_that_a_running_prompt_still_needs_are_not_spare(
+    length: int, held: int, spare: int
+) -> None:
+    kv = KVCacheManager(16, 4)
+    running = RunningSet(SchedulerConfig(), kv)
+    request = GenerateRequest(request_id="a", model="m", prompt_ids=(1,) * length)
+    sequence = Sequence(0, RequestGroup(request, frozenset(), 0), 0, 0, [1] * length)
+    table = kv.new_table(sequence.token_ids, b"", use_cache=False)
+    assert kv.grow(table, held)
+    running.start(sequence, table, held)
+    assert running.count_spare() == spare
 
 
 def test_equal_prompts_share_blocks_only_under_the_same_salt() -> None:

@@ -19,7 +19,7 @@ from mlx_parallm.generation.scheduler.waiting import (
     WaitingQueue,
 )
 from mlx_parallm.types.model_input import source_of
-from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.request import GenerateRequest, PolicyWeights
 
 
 class Arrivals:
@@ -27,6 +27,8 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._numbers = count()
+        # All are of one adapter: those of different ones pass each other.
+        self._weights = PolicyWeights()
 
     def next(
         self, client: str = "", priority: int = 0, num_tokens: int = 2, num_source: int = 0
@@ -40,7 +42,8 @@ class Arrivals:
             client=client,
             inputs=(source_of([1] * num_source),) if num_source else (),
         )
-        return Sequence(number, RequestGroup(request, frozenset(), number), 0, 0, [1])
+        group = RequestGroup(request, frozenset(), number, self._weights)
+        return Sequence(number, group, 0, 0, [1])
 
 
 def anybody(sequence: Sequence) -> bool:
@@ -109,6 +112,11 @@ def lengths_in_order(queue: WaitingQueue) -> Iterator[int]:
 def test_of_prompts_that_wait_together_the_shortest_goes_first() -> None:
     queue, _ = queue_of_prompts(30, 10, 500, 10, 20)
     assert list(lengths_in_order(queue)) == [10, 10, 20, 30, 500]
+
+
+def test_the_longest_waiting_prompt_is_admitted_behind_fifteen_shorter_ones() -> None:
+    queue, _ = queue_of_prompts(500, *[10] * 40)
+    assert list(lengths_in_order(queue)).index(500) == AGING_PERIOD - 1
 
 
 def test_a_source_counts_as_a_prompt_does() -> None:
