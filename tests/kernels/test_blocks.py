@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,6 +17,8 @@ from mlx_parallm.worker.layers.block_kernels import (
     BlockKernels,
     gate_error,
     norm_error,
+    run_block,
+    why_no_gate,
     why_no_norm,
 )
 from mlx_parallm.worker.layers.kernels import TEXTS
@@ -106,3 +110,20 @@ def test_norms_that_the_kernel_does_not_take() -> None:
     assert why_no_norm(kernels, norm_of(64, mx.float32)) == "RMSNorm of mlx.core.float32"
     assert why_no_norm(kernels, norm_of(36, mx.bfloat16)) == "rows of 36 numbers"
     assert why_no_norm(kernels, norm_of(MAX_SIZE + 8, mx.bfloat16)) is not None
+
+
+def test_an_mlp_in_float32_is_left_to_mlx() -> None:
+    mlp = SimpleNamespace(gate_proj=nn.Linear(8, 64, bias=False))
+    assert why_no_gate(BlockKernels(CudaShim()), mlp) == "rows of mlx.core.float32"
+
+
+def test_a_norm_of_another_type_than_its_rows_is_left_to_mlx() -> None:
+    norm = norm_of(64, mx.float32)
+    block: Any = nn.Module()
+    block.post_attention_layernorm = norm
+    block.input_layernorm = nn.Identity()
+    block.self_attn = lambda x, _mask, _cache: 2 * x
+    block.mlp = lambda x: x
+    block["_kernels"] = None
+    x = mx.random.normal((3, 1, 64), mx.bfloat16, key=mx.random.key(2))
+    assert mx.array_equal(run_block(block, x, None, None), 3 * x + norm(3 * x))

@@ -131,7 +131,12 @@ def run_block(block: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:
     kernels: BlockKernels = block["_kernels"]
     norm = block.post_attention_layernorm
     change = block.self_attn(block.input_layernorm(x), mask, cache)
-    hidden, normalised = kernels.add_norm(x, change, norm.weight, norm.eps)
+    if norm.weight.dtype == x.dtype:
+        hidden, normalised = kernels.add_norm(x, change, norm.weight, norm.eps)
+    else:
+        # The kernel reads the weight as numbers of the rows' type.
+        hidden = x + change
+        normalised = norm(hidden)
     return hidden + block.mlp(normalised)
 
 
@@ -170,6 +175,8 @@ def why_no_gate(kernels: BlockKernels, mlp: Any) -> str | None:
     width, dtype = projection.weight.shape[0], projection.get("scales", projection.weight).dtype
     if width % VECTOR:
         return f"{width} columns"
+    if dtype == mx.float32:
+        return f"rows of {dtype}"
     return why_off(lambda: gate_error(kernels, width, dtype), MAX_ERROR)
 
 
