@@ -216,7 +216,7 @@ def _run_out_of_work(served: Served) -> None:
     # A step is begun and nothing follows it, as when no blocks are free.
     scheduler = served.engines[GENERATOR]._scheduler
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "schedule", lambda: None)
+        patch.setattr(scheduler, "schedule", lambda **_: None)
         served.note(served.engines[GENERATOR].step())
 
 

@@ -124,7 +124,9 @@ def some_launches() -> list[Launch]:
 
 def test_every_text_is_checked(some_launches: list[Launch]) -> None:
     names = {launch.text.name.rpartition("_")[0] for launch in some_launches}
-    assert {name.partition("_")[2] for name in names} == {path.stem for path in TEXTS} - {"common"}
+    # Heads are made by a kernel on CUDA alone.
+    texts = {path.stem for path in TEXTS} - {"common", "heads"}
+    assert {name.partition("_")[2] for name in names} == texts
 
 
 def test_some_variants_are_right(some_launches: list[Launch]) -> None:

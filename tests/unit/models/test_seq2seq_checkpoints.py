@@ -229,7 +229,8 @@ def test_quantised_models_are_read(name: str, tmp_path: Path) -> None:
     read_back = load_model(ModelConfig(), folder, cast=CastRule(is_cast=False))
     assert_same(read_back, packed)
     tokens = mx.array([[3, 5]])
-    assert mx.array_equal(read_back.model(tokens), model(tokens))
+    # Products of packed weights are sums of the same numbers in another order.
+    assert mx.allclose(read_back.model(tokens), model(tokens), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["t5", "mt5", "umt5", "flan", "byt5", "madlad"])

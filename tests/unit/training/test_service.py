@@ -760,7 +760,7 @@ async def test_a_batch_of_the_caller_must_suit_the_directions(opened: Open) -> N
         (5, AS_SET),
         (4, StepChanges(learning_rate=1e308)),
         (None, StepChanges(learning_rate=1e308)),
-        (None, StepChanges(epsilon=1e-300)),
+        (None, StepChanges(epsilon=1e300)),
     ],
 )
 async def test_the_fault_of_one_request_pauses_no_session(

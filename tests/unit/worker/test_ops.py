@@ -35,7 +35,7 @@ CLOCKS = {"time", "perf_counter", "monotonic", "free_memory_bytes", "get_active_
 #: ``REPORTS``: describes the device to people and to what runs above the worker; no op uses it.
 REPORTS = {
     *("device/properties.py", "device/memory_limits.py"),
-    *("timing/kernels.py", "timing/ranks.py", "timing/tunings.py"),
+    *("timing/kernels.py", "timing/products.py", "timing/ranks.py", "timing/tunings.py"),
 }
 #: ``REFUSES``: refuses an update that does not fit; ranks wait for the verdicts of all.
 REFUSES = {"device/room.py"}

@@ -41,7 +41,7 @@ def transcript(task: str = "transcribe", **fields: Any) -> Transcript:
     model: Any = SimpleNamespace(tokenizer=ByteTokenizer(), speech=SimpleNamespace(end_id=END_ID))
     counts = Counts(prompt_tokens=4, output_tokens=7, num_windows=2)
     transcriber: Any = SimpleNamespace(language="de", counts=counts)
-    return Transcript(SpeechRequest(**fields), task, model, transcriber, 32.25)
+    return Transcript(SpeechRequest(**fields), task, model, transcriber, 3665.5)
 
 
 def answer(windows: Sequence[Window], **fields: Any) -> str:
@@ -98,10 +98,10 @@ def test_verbose_json_has_the_windows_of_segments() -> None:
         "compression_ratio": pytest.approx(13 / 21),
         "no_speech_prob": 0.1,
     }
-    assert (body["language"], body["duration"]) == ("german", 32.25)
+    assert (body["language"], body["duration"]) == ("german", 3665.5)
     assert body["usage"] == {
         "type": "duration",
-        "seconds": 33,
+        "seconds": 3666,
         "input_tokens": 3004,
         "output_tokens": 7,
         "total_tokens": 3011,

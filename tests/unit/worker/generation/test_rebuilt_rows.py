@@ -94,7 +94,7 @@ TOKENS = {"seq_id", "slot", "start", "token_ids", "block_table"}
 #: FROM_NOTHING: where rows are made from nothing: the fields that are set, and those that are not
 #: because the row has no adapter, is no part of a request, or gets them later.
 FROM_NOTHING: dict[str, tuple[set[str], set[str]]] = {
-    "generation/scheduler/sequence.py": (OF_SEQUENCE | OF_TOKENS | OF_CHOICE, set()),
+    "generation/scheduler/batch_rows.py": (OF_SEQUENCE | OF_TOKENS | OF_CHOICE, set()),
     "distributed/codec.py": (
         TOKENS | {"adapter_slot", "sample"},
         # The rare ones follow; see ``_read_rare``.
