@@ -72,7 +72,7 @@ def example_server() -> Iterator[tuple[httpx2.Client, dict[str, str]]]:
             f"{folder / 'data'}",
         )
         # The examples show the defaults; tests keep no compiled kernels.
-        speech = write_scripted_speech(folder / SPEECH_MODEL, SENTENCE)
+        speech = write_scripted_speech(folder / "models" / SPEECH_MODEL, SENTENCE)
         models = ("--model", *MODELS, str(speech))
         server = ServerProcess(*models, *flags, env={FOLDER_VARIABLE: ""})
         try:
