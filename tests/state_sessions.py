@@ -210,8 +210,8 @@ class StateSession(Session):
         self._schedule = self.scheduler.schedule
         self.scheduler.schedule = self._counted
 
-    def _counted(self) -> Any:
-        batch = self._schedule()
+    def _counted(self, *, is_shared: bool = False) -> Any:
+        batch = self._schedule(is_shared=is_shared)
         self.num_run += 0 if batch is None else batch.num_tokens
         return batch
 

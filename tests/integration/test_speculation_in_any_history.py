@@ -216,7 +216,10 @@ class History(ImageSession):
     def settle(self) -> None:
         """End the step in flight."""
         if self.in_flight is not None:
-            schedule, self.scheduler.schedule = self.scheduler.schedule, lambda: None
+            schedule, self.scheduler.schedule = (
+                self.scheduler.schedule,
+                lambda *, is_shared=False: None,
+            )
             self.step()
             self.scheduler.schedule = schedule
 

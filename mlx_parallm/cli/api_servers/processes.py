@@ -73,7 +73,7 @@ class HttpProcesses:
         *,
         shared: Shared,
         adopt: Handover,
-        count: Callable[[Mapping[Any, int]], None] = lambda counts: None,
+        count: Callable[[Mapping[Any, float]], None] = lambda counts: None,
         keep_chat: KeepsChats | None = None,
         restart_delay_s: Callable[[int], float] | None = None,
     ) -> None:

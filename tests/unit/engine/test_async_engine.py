@@ -40,7 +40,7 @@ from tests.scripted_process import builder, die
 class BrokenScheduler(Scheduler):
     """Raises where nothing may: the thread must die loudly."""
 
-    def schedule(self) -> ScheduledBatch | None:
+    def schedule(self, *, is_shared: bool = False) -> ScheduledBatch | None:
         raise AssertionError("a bug in the scheduler")
 
 
