@@ -134,13 +134,14 @@ def test_preempted_prompts_compute_their_images_again(name: str) -> None:
     longest = max(len(prompt["ids"]) + len(prompt["tokens"]) for prompt in prompts)
     num_blocks = max(24, longest // BLOCK_SIZE + 2)
     session = ImageSession(name, AheadAttention, num_blocks=num_blocks, budget=64)
-    count = len(prompts)
-    for number in range(count):
-        session.add_prompt(f"{number}", number)
+    # Twice each, so that prompts of some size run side by side whichever goes first.
+    numbers = 2 * list(range(len(prompts)))
+    for place, number in enumerate(numbers):
+        session.add_prompt(f"{place}", number)
     session.finish()
     assert session.scheduler.stats().num_preemptions > 0
-    for number in range(count):
-        session.check(f"{number}", number)
+    for place, number in enumerate(numbers):
+        session.check(f"{place}", number)
 
 
 @pytest.mark.parametrize(("name", "mutation"), [*LOADED_MUTATIONS, *SCHEDULED_MUTATIONS])

@@ -106,7 +106,7 @@ def test_kernels_of_a_kind_are_all_made_at_its_first_step(
     backend = KernelAttention(16, shim)
     first = Trial(Case(sequences=((2, 1),), window=window, **BFLOAT))
     mx.eval(first.run(backend, first.fill(backend)))
-    names = {"paged_write", "paged_attend", "paged_merge", "paged_prefill"}
+    names = {"paged_write", "paged_decode", "paged_merge", "paged_prefill"}
     assert {name.rpartition("_")[0] for name in made} == names
     before = list(made)
     monkeypatch.setattr("mlx_parallm.worker.attention.key_spans.ITEM_KEYS", 0)
