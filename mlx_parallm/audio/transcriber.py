@@ -93,7 +93,7 @@ class Window:
         temperature: that its text was chosen at.
         mean_logprob: of its tokens.
         compression_ratio: see ``windows.compression_ratio``.
-        no_speech: the probability that nobody speaks; NaN if it was not asked for.
+        no_speech: the probability that the window has no speech; NaN if it was not asked for.
     """
 
     segments: Sequence[Segment]

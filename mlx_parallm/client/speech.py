@@ -51,7 +51,7 @@ class SpokenSegment:
         temperature: that the tokens were chosen at.
         mean_logprob: of the tokens of its window of 30 s.
         compression_ratio: of the window's text; high for one that repeats itself.
-        no_speech: the probability that nobody speaks in the window.
+        no_speech: the probability that the window has no speech.
     """
 
     start_s: float

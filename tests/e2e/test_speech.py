@@ -428,6 +428,6 @@ def test_a_shorter_context_shortens_texts(tmp_path: Path) -> None:
     usage = answer.usage.to_dict()
     num_text = usage["input_token_details"]["text_tokens"]
     # Half of the context for the prompt and four tokens that begin the text; its tokens are
-    # unlikely, so a second request of one token asks if somebody speaks.
+    # unlikely, so a second request of one token asks for the probability of no speech.
     assert num_text == length // 2 + 4 + 1
     assert num_text + usage["output_tokens"] <= length + 1 + 1

@@ -1,4 +1,4 @@
-"""Who waits runs in turn: by priority, client by client, short prompts first; nobody for ever."""
+"""Waiting sequences run by priority, clients in turn, short prompts first; none starves."""
 
 from __future__ import annotations
 
