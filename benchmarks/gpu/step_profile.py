@@ -3,10 +3,10 @@
     python -m benchmarks.gpu.step_profile --json results/step-profile.json [--budget-s 130]
 
 A step is ``Engine.step`` at 8B shape and 512 tokens of context. Beside its time and the phases of
-the host it measures the products of all layers, writing and attending of a layer, and the
-bandwidth. If PyTorch is installed, its profiler records the kernels of the same steps through
-CUPTI, which sees those of MLX too. A part that fails or finds no time left is left out, and the
-file says why.
+the host it measures the steps from a prompt to its first token, the products of all layers, writing
+and attending of a layer, and the bandwidth. If PyTorch is installed, its profiler records the
+kernels of the same steps through CUPTI, which sees those of MLX too. A part that fails or finds no
+time left is left out, and the file says why. ``--bits`` and ``--mode`` pack the weights.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,13 @@ from benchmarks.gpu.check_kernels import BLOCK_SIZE, DIM, HEADS, attention_layer
 from benchmarks.gpu.engines import BenchEngine, Layers, engine_for, random_prompts
 from benchmarks.gpu.store import about_run
 from mlx_parallm.bench.decode_load import DecodeLoad
-from mlx_parallm.bench.step_times import summarise_steps
+from mlx_parallm.bench.step_times import step_times, summarise_steps
 from mlx_parallm.bench.step_trace import TraceRecorder
 from mlx_parallm.kernels.language import CudaLanguage
-from mlx_parallm.types.step import StepTracer
 from mlx_parallm.worker.attention.base import LayerShape
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
-from tests.builders.random_models import flatten
+from mlx_parallm.worker.layers.packing import AFFINE
+from tests.builders.random_models import RandomModel, flatten
 
 SHAPE = "8B"
 #: ``ROWS``: row counts of steps, the most rows first.
@@ -52,6 +53,8 @@ STEPS, WARM_UP, RECORDED_STEPS = 24, 6, 4
 REPEATS = 7
 #: ``DEVICE_WORK``: what the profiler calls the device's work.
 DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+#: ``FIRST_TOKENS``: prompts whose first tokens are timed, one after the other.
+FIRST_TOKENS = 4
 #: ``KERNELS``: how many of the longest kernels are kept by name.
 KERNELS = 30
 
@@ -86,90 +89,118 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True, help="the file of results")
     parser.add_argument("--budget-s", type=float, default=130.0, help="seconds in all")
     parser.add_argument("--shrink", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="the most first")
+    parser.add_argument("--bits", type=int, help="of packed weights")
+    parser.add_argument("--mode", default=AFFINE, help="of packed weights, as mx.quantize has it")
     options = parser.parse_args()
     profile = Profile(options.json, options.budget_s)
     bench = Bench(Sizes.tiny() if options.shrink else Sizes())
     profile.add("about", 0, partial(about_run, None))
     profile.add("copy TB/s", 2, lambda: bench.bandwidth() / 1e12)
-    profile.add("steps", 25, partial(engine_steps, bench))
-    profile.add("kernels", 25, partial(recorded_steps, bench))
-    profile.add("products", 6, partial(products, bench))
-    bench.release()
-    profile.add("attention", 8, partial(attention, bench.sizes))
+    model = bench.model(SHAPE, options.bits, options.mode)
+    with running_engine(bench, model, options.rows[0]) as profiled:
+        profile.add("facts", 0, profiled.engine.facts)
+        profile.add("first token", 1, partial(first_token, profiled))
+        for rows in options.rows:
+            profile.add(f"steps of {rows}", 1, partial(engine_steps, profiled, rows))
+            profile.add(f"kernels of {rows}", 2, partial(recorded_steps, profiled, rows))
+    if options.bits is None:
+        profile.add("products", 6, partial(products, bench))
+        bench.release()
+        profile.add("attention", 8, partial(attention, bench.sizes))
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """The engine whose steps are profiled, and what records its phases."""
+
+    bench: Bench
+    model: RandomModel
+    engine: BenchEngine
+    recorder: TraceRecorder
+
+    def load(self, rows: int, seed: int = 0) -> DecodeLoad:
+        """Return requests with prompts of the profile's length."""
+        lengths = [self.bench.sizes.tokens(CONTEXT)] * self.bench.sizes.batch(rows)
+        return DecodeLoad(self.engine.engine, random_prompts(self.model, lengths, seed=seed))
+
+    @contextmanager
+    def decoding(self, rows: int) -> Iterator[DecodeLoad]:
+        """Yield requests that decode and are warm; they end with the context."""
+        load = self.load(rows)
+        load.prefill()
+        load.decode(WARM_UP)
+        try:
+            yield load
+        finally:
+            load.end()
+
+
 @contextmanager
-def running_engine(bench: Bench, tracer: StepTracer | None = None) -> Iterator[BenchEngine]:
+def running_engine(bench: Bench, model: RandomModel, most_rows: int) -> Iterator[Profiled]:
     """Yield an engine for the most rows, whose prompts are in its prefix cache."""
-    context, rows = bench.sizes.tokens(CONTEXT), bench.sizes.batch(ROWS[0])
+    context, rows = bench.sizes.tokens(CONTEXT), bench.sizes.batch(most_rows)
+    recorder = TraceRecorder()
     with engine_for(
-        bench.model(SHAPE),
+        model,
         max_num_seqs=rows,
         max_model_len=context + ROOM,
-        kv_tokens=rows * (context + ROOM),
-        tracer=tracer,
+        kv_tokens=(rows + FIRST_TOKENS) * (context + ROOM),
+        tracer=recorder,
     ) as (engine, _):
-        load = _load(bench, engine, rows)
+        profiled = Profiled(bench, model, engine, recorder)
+        load = profiled.load(rows)
         load.prefill()
         load.end()
-        yield engine
+        yield profiled
 
 
-def _load(bench: Bench, engine: BenchEngine, rows: int) -> DecodeLoad:
-    lengths = [bench.sizes.tokens(CONTEXT)] * bench.sizes.batch(rows)
-    return DecodeLoad(engine.engine, random_prompts(bench.model(SHAPE), lengths))
-
-
-@contextmanager
-def decoding(bench: Bench, engine: BenchEngine, rows: int) -> Iterator[DecodeLoad]:
-    """Yield requests that decode and are warm; they end with the context."""
-    load = _load(bench, engine, rows)
-    load.prefill()
-    load.decode(WARM_UP)
-    try:
-        yield load
-    finally:
-        load.end()
-
-
-def engine_steps(bench: Bench) -> dict[str, Any]:
-    """Return by rows: milliseconds of a step, of the host's phases, and of the floor."""
-    recorder, results = TraceRecorder(), dict[str, Any]()
-    model, rate = bench.model(SHAPE), bench.bandwidth()
-    with running_engine(bench, recorder) as engine:
-        for rows in ROWS:
-            with decoding(bench, engine, rows) as load:
-                tokens = load.num_tokens
-                recorder.spans.clear()
-                cpu_s = time.thread_time()
-                times = load.decode(STEPS)
-                cpu_s = time.thread_time() - cpu_s
-                steps = summarise_steps(recorder.spans, len(times))
-                kv_bytes = (tokens + load.num_tokens) / 2 * engine.bytes_per_token
-            read = model.loaded.weight_bytes - model.table_bytes + kv_bytes
-            results[str(rows)] = {
-                "step ms": statistics.median(times),
-                "floor ms": read / rate * 1e3,
-                "thread's CPU ms": cpu_s / len(times) * 1e3,
-                "phases ms": {str(phase): ms for phase, ms in steps.phase_ms.items()},
-                "waited, share of steps": steps.num_waited / steps.num_steps,
-                "waited, share of time": steps.waiting_share,
-            }
-        results["facts"] = engine.facts()
-    return results
-
-
-def recorded_steps(bench: Bench) -> dict[str, Any]:
-    """Return by rows: what the device and CUDA's API did in a step, by PyTorch's profiler."""
+def first_token(profiled: Profiled) -> dict[str, Any]:
+    """Return milliseconds of the steps until a new prompt's first token, and of their phases."""
     results: dict[str, Any] = {}
-    record = profiler()
-    with running_engine(bench) as engine:
-        for rows in ROWS:
-            with decoding(bench, engine, rows) as load:
-                events, wall_ms = record(partial(load.decode, RECORDED_STEPS))
-            results[str(rows)] = {"step ms": wall_ms / RECORDED_STEPS, **per_step(events)}
+    for turn in range(FIRST_TOKENS):
+        load = profiled.load(1, seed=-1 - turn)
+        profiled.recorder.spans.clear()
+        results[str(turn)] = {
+            "steps ms": load.prefill(),
+            "phases ms": [
+                {str(phase): 1e3 * seconds for phase, seconds in step.self_s.items()}
+                for step in step_times(profiled.recorder.spans)
+            ],
+        }
+        load.end()
     return results
+
+
+def engine_steps(profiled: Profiled, rows: int) -> dict[str, Any]:
+    """Return milliseconds of a step, of the host's phases, and of the floor."""
+    model, spans = profiled.model, profiled.recorder.spans
+    with profiled.decoding(rows) as load:
+        tokens = load.num_tokens
+        spans.clear()
+        cpu_s = time.thread_time()
+        times = load.decode(STEPS)
+        cpu_s = time.thread_time() - cpu_s
+        steps = summarise_steps(spans, len(times))
+        kv_bytes = (tokens + load.num_tokens) / 2 * profiled.engine.bytes_per_token
+    read = model.loaded.weight_bytes - model.table_bytes + kv_bytes
+    return {
+        "step ms": statistics.median(times),
+        "floor ms": read / profiled.bench.bandwidth() * 1e3,
+        "thread's CPU ms": cpu_s / len(times) * 1e3,
+        "phases ms": {str(phase): ms for phase, ms in steps.phase_ms.items()},
+        "waited, share of steps": steps.num_waited / steps.num_steps,
+        "waited, share of time": steps.waiting_share,
+    }
+
+
+def recorded_steps(profiled: Profiled, rows: int) -> dict[str, Any]:
+    """Return what the device and CUDA's API did in a step, by PyTorch's profiler."""
+    record = profiler()
+    with profiled.decoding(rows) as load:
+        events, wall_ms = record(partial(load.decode, RECORDED_STEPS))
+    return {"step ms": wall_ms / RECORDED_STEPS, **per_step(events)}
 
 
 def profiler() -> Callable[[Callable[[], Any]], tuple[list[dict[str, Any]], float]]:
