@@ -34,6 +34,7 @@ from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.models.checkpoints.decoder_sizes import query_heads
 from mlx_parallm.types.step import Runner, StepTracer
 from mlx_parallm.worker.attention.backend_choice import choose_backend
+from mlx_parallm.worker.device.dispatcher import dispatcher_of_device
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.generation.cache_layout import kv_shapes, probe_layout
 from mlx_parallm.worker.generation.draft_model import DraftModel
@@ -213,6 +214,7 @@ def make_engine(
         grammars=grammars,
         speculates=speculative is not None,
         tracer=tracer,
+        dispatcher=dispatcher_of_device(),
     )[0]
     info = runner.info
     tiers = None

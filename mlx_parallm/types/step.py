@@ -79,9 +79,12 @@ class Phase(StrEnum):
 
     STEP = "step"
     SCHEDULE = "schedule"
+    #: ``JOIN``: the thread waits until the graph of the step before is submitted.
+    JOIN = "join"
     #: ``BUILD``: Python builds the graph.
     BUILD = "build"
-    #: ``DISPATCH``: the graph is submitted; the device may begin with it meanwhile.
+    #: ``DISPATCH``: the graph is submitted, or given to the thread that submits it; the device may
+    #: begin with it meanwhile.
     DISPATCH = "dispatch"
     #: ``EVALUATE``: dispatch and computation together, on devices without run-ahead.
     EVALUATE = "evaluate"

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.types.step import NoTracer, StepTracer
 from mlx_parallm.worker.device.allocator import limit_arrays
+from mlx_parallm.worker.device.dispatcher import Dispatcher, dispatcher_of_device
 from mlx_parallm.worker.device.faults import DeviceFaults, is_device_error
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.device.shared_tensors import on_hosts
@@ -21,6 +22,7 @@ from mlx_parallm.worker.ops import (
     Op,
     Pending,
     PutTensors,
+    Step,
     Unload,
 )
 
@@ -101,6 +103,11 @@ class Device(Protocol):
         """Return the failures of the device."""
         ...
 
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """Return what submits steps to the device."""
+        ...
+
     def take(self, model: str, /) -> WorkerModel:
         """Return a loaded model, which is part of another one from now on."""
         ...
@@ -114,18 +121,29 @@ class Worker:
 
     Attributes:
         faults: failures of the device, which any op may hear of. All models then recover.
+        dispatcher: submits steps of generation models. Every other op waits for it first.
     """
 
-    def __init__(self, tracer: StepTracer | None = None, *, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        tracer: StepTracer | None = None,
+        *,
+        ranks: Ranks | None = None,
+        dispatcher: Dispatcher | None = None,
+    ) -> None:
         """Begin without models.
 
         Args:
             tracer: records every step; None records nothing.
             ranks: the processes that compute generation models together; None for one process.
+            dispatcher: None for the default device's.
         """
         self.tracer: StepTracer = tracer or NoTracer()
         self.ranks = ranks
         self.faults = DeviceFaults(may_wait=ranks is None)
+        # Ranks compute sums together, in one order.
+        own = Dispatcher() if ranks is not None else dispatcher or dispatcher_of_device()
+        self.dispatcher: Dispatcher = own
         self._loaders: dict[type, Loader] = {}
         self._models: dict[str, WorkerModel] = {}
         self._tensors: dict[str, dict[str, HostTensor]] = {}
@@ -140,11 +158,23 @@ class Worker:
 
     def begin(self, op: Op[R]) -> Pending[R]:
         """Begin an op; raise if it is refused. A failing op raises here or in ``wait``."""
-        with self._recovering():
+        turn = self._turn(op)
+        with turn():
             pending = self._begin(op)
         if isinstance(pending, Done | _Loading):
             return pending
-        return _Begun(pending, self._recovering)
+        return _Begun(pending, turn)
+
+    def _turn(self, op: object) -> Callable[[], AbstractContextManager[None]]:
+        """Return what surrounds the parts of an op; a step waits for the dispatcher by itself."""
+        return self._recovering if isinstance(op, Step) else self._joined
+
+    @contextmanager
+    def _joined(self) -> Generator[None]:
+        """Do as ``_recovering``, while nothing is being submitted to the device."""
+        with self._recovering():
+            self.dispatcher.join()
+            yield
 
     @contextmanager
     def _recovering(self) -> Generator[None]:
@@ -153,6 +183,7 @@ class Worker:
         try:
             yield
         except Exception as error:
+            self.dispatcher.join()
             # A model that recovers by itself has noted the error.
             if is_device_error(error) and faults.num_noted == num_noted:
                 faults.note(error)
@@ -200,7 +231,7 @@ class Worker:
 
     def _load(self, op: Load) -> Pending[Any]:
         pending = self._loaders[type(op.spec)].begin(op, self)
-        return _Loading(pending, self._recovering, op.model, self._models)
+        return _Loading(pending, self._joined, op.model, self._models)
 
     def _unload(self, name: str) -> None:
         model = self._models.pop(name, None)

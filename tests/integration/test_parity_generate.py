@@ -21,6 +21,7 @@ from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.request import GenerateRequest, PolicyWeights, SamplingParams
 from mlx_parallm.types.step import SampledToken, ScheduledBatch, StepInFlight
 from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.device.dispatcher import Dispatcher, ThreadDispatcher
 from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.load.runner import make_runner
@@ -98,7 +99,11 @@ def loaded_model(name: str) -> LoadedModel:
 
 @cache
 def shared_runner(
-    name: str, backend: type[ReferenceAttention] = ReferenceAttention, *, speculates: bool = False
+    name: str,
+    backend: type[ReferenceAttention] = ReferenceAttention,
+    *,
+    speculates: bool = False,
+    dispatcher: type[Dispatcher] = Dispatcher,
 ) -> ModelRunner:
     loaded = loaded_model(name)
     layouts = probe_layout(loaded.model)
@@ -106,7 +111,9 @@ def shared_runner(
     attention = backend(BLOCK_SIZE)
     cache = CacheConfig(block_size=BLOCK_SIZE)
     plan = plan_kv(layouts, loaded.config, cache, scheduler, 96, attention)
-    return at_once(make_runner)(loaded, layouts, plan, 96, attention, speculates=speculates)[0]
+    return at_once(make_runner)(
+        loaded, layouts, plan, 96, attention, speculates=speculates, dispatcher=dispatcher()
+    )[0]
 
 
 @cache
@@ -269,7 +276,23 @@ def test_steps_with_prompts_have_few_numbers_of_rows(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_steps_that_run_ahead_give_the_same(name: str, attention: type[AheadAttention]) -> None:
-    runner = shared_runner(name, attention)
+    check_steps_ahead(name, attention, Dispatcher)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_next"])
+def test_steps_that_a_thread_submits_give_the_same(name: str) -> None:
+    before = mx.default_stream(mx.default_device())
+    try:
+        check_steps_ahead(name, CompiledAttention, ThreadDispatcher)
+    finally:
+        mx.set_default_stream(before)
+
+
+def check_steps_ahead(
+    name: str, attention: type[AheadAttention], dispatcher: type[Dispatcher]
+) -> None:
+    """Check the tokens of steps that run ahead, some of whose sequences are preempted."""
+    runner = shared_runner(name, attention, dispatcher=dispatcher)
     assert runner.info.runs_ahead
     assert runner.info.is_compiled == (attention is CompiledAttention)
     prompts = {f"r{length}": random_prompt(length) for length in (1, 5, 13, 4 * WINDOW + 3)}

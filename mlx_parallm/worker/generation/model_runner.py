@@ -22,6 +22,7 @@ from mlx_parallm.types.step import (
     StepOutput,
     StepTracer,
 )
+from mlx_parallm.worker.device.dispatcher import Dispatcher
 from mlx_parallm.worker.device.faults import DeviceFaults
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.block_moves import BlockMoves
@@ -74,6 +75,7 @@ class ModelRunner(Runner):
         ranks: Ranks | None,
         tracer: StepTracer,
         faults: DeviceFaults,
+        dispatcher: Dispatcher,
     ) -> None:
         """Prepare; see ``load.runner.make_runner``.
 
@@ -92,6 +94,7 @@ class ModelRunner(Runner):
             ranks: the processes that compute the model together; None for one process.
             tracer: records the phases of every step.
             faults: the failures of the device.
+            dispatcher: submits steps that run ahead.
         """
         self._path = path
         self._values = values
@@ -107,17 +110,18 @@ class ModelRunner(Runner):
         self._ranks = ranks and RankTokens(ranks, runs_ahead=info.runs_ahead)
         self._tracer = tracer
         self._faults = faults
+        self._dispatcher = dispatcher
         self._tokens = PendingTokens()
         self._latest: ModelStep | None = None
         pools = [path.pools, None if draft is None else draft.pools]
-        self._moves = HostMoves(ranks, faults, self._recovering, runs_ahead=info.runs_ahead)
+        self._moves = HostMoves(ranks, faults, self._joined, runs_ahead=info.runs_ahead)
         self._blocks = BlockMoves([each for each in pools if each is not None], self._moves)
         self._states = StateMoves(path.states, self._moves)
         self._sources: SourceEncoder | None = None
         if is_encoder_decoder(stock.model):
             assert isinstance(path, PackedPath), "an encoder-decoder runs packed or not at all"
             order = StepOrder(
-                recovering=self._recovering,
+                recovering=self._joined,
                 before_writes=self._end_readers,
                 compute=inputs.compute,
             )
@@ -139,14 +143,19 @@ class ModelRunner(Runner):
         Backends that write pools by MLX's assignment cannot run ahead: while a step in flight holds
         a pool, MLX would copy it instead of writing in place.
         """
-        runs_ahead = self.info.runs_ahead
         features = self.inputs.take_begun()
         with self._recovering():
+            with self._tracer.span(Phase.JOIN, batch):
+                self._dispatcher.join()
             with self._tracer.span(Phase.BUILD, batch):
                 step = self._build(batch)
-            with self._tracer.span(Phase.DISPATCH if runs_ahead else Phase.EVALUATE, batch):
-                step.start(self._written(), features, wait=not runs_ahead)
-        self._latest = step if runs_ahead else None
+            if self.info.runs_ahead:
+                with self._tracer.span(Phase.DISPATCH, batch):
+                    step.start(self._written(), features, self._dispatcher)
+                self._latest = step
+            else:
+                with self._tracer.span(Phase.EVALUATE, batch):
+                    step.run(self._written())
         return step
 
     def begin_inputs(self, op: ComputeInputs, inputs: Sequence[Tensors]) -> Pending[None]:
@@ -195,12 +204,12 @@ class ModelRunner(Runner):
 
     def read_blocks(self, blocks: Sequence[int]) -> Pending[tuple[Buffer, ...]]:
         """Begin to read KV blocks, as the steps before leave them; see ``ReadBlocks``."""
-        with self._recovering():
+        with self._joined():
             return self._blocks.read(blocks)
 
     def write_blocks(self, blocks: Sequence[int], data: Sequence[Buffer]) -> Pending[None]:
         """Begin to write KV blocks, before the steps that follow; see ``WriteBlocks``."""
-        with self._recovering():
+        with self._joined():
             self._end_readers(blocks)
             if self._sources is not None:
                 self._sources.doubts.forget(blocks)
@@ -208,13 +217,20 @@ class ModelRunner(Runner):
 
     def read_states(self, slots: Sequence[int]) -> Pending[tuple[Buffer, ...]]:
         """Begin to read states, as the steps before leave them; see ``ReadStates``."""
-        with self._recovering():
+        with self._joined():
             return self._states.read(slots)
 
     def write_states(self, slots: Sequence[int], data: Sequence[Buffer]) -> Pending[None]:
         """Begin to write states, before the steps that follow; see ``WriteStates``."""
-        with self._recovering():
+        with self._joined():
             return self._states.write(slots, data)
+
+    @contextmanager
+    def _joined(self) -> Generator[None]:
+        """Do as ``_recovering``, while nothing is being submitted to the device."""
+        with self._recovering():
+            self._dispatcher.join()
+            yield
 
     @contextmanager
     def _recovering(self) -> Generator[None]:
@@ -225,6 +241,7 @@ class ModelRunner(Runner):
         try:
             yield
         except Exception as error:
+            self._dispatcher.join()
             count = self._faults.count
             self._faults.note(error)
             self._recover(is_late=self._faults.count > count)
@@ -278,8 +295,10 @@ class ModelRunner(Runner):
             faults=self._faults,
             recovering=self._recovering,
         )
-        if self.info.runs_ahead and any(spec.params.grammar for spec in rows.specs):
-            # The masks of the next step may depend on these tokens.
+        if self._dispatcher.runs_beside or (
+            self.info.runs_ahead and any(spec.params.grammar for spec in rows.specs)
+        ):
+            # They are read while the next step is submitted, or for the masks of the next step.
             step.copy_tokens()
         self._tokens.remember(rows.sampled_ids, step.tokens, step.token_copy)
         return step

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from mlx_parallm.types.errors import StepError
 from mlx_parallm.types.step import SampledToken, StepInFlight, StepOutput, TokenLogprob
+from mlx_parallm.worker.device.dispatcher import Dispatch, Dispatcher
 from mlx_parallm.worker.device.faults import DeviceFaults
 from mlx_parallm.worker.generation.inputs.sources import SourceDoubts
 from mlx_parallm.worker.generation.step_rows import StepRows
@@ -61,6 +62,8 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
         self._recovering = recovering
         self._written: list[mx.array] = []
         self._features: list[mx.array] = []
+        self._dispatch: Dispatch | None = None
+        self._dispatcher = Dispatcher()
 
     @cached_property
     def blocks(self) -> frozenset[int]:
@@ -72,25 +75,48 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
         if self.tokens is not None:
             self.token_copy = self.tokens.astype(mx.int32)
 
-    def start(self, written: list[mx.array], features: list[mx.array], *, wait: bool) -> None:
-        """Begin to compute the results and ``written``.
+    def run(self, written: list[mx.array]) -> None:
+        """Compute the results and ``written``, the arrays that the step writes.
 
-        With ``wait``, no reference to ``written`` is kept: MLX writes a pool in place only if
-        nothing else refers to it.
+        No reference to ``written`` is kept: MLX writes a pool in place only if nothing else refers
+        to it.
+        """
+        mx.eval(self._outputs(), written)
+
+    def start(
+        self, written: list[mx.array], features: list[mx.array], dispatcher: Dispatcher
+    ) -> None:
+        """Begin to compute the results and ``written``.
 
         Args:
             written: the arrays that the step writes.
             features: those of inputs that were begun before the step and end with it.
-            wait: True to wait until everything is computed.
+            dispatcher: submits them.
         """
-        (mx.eval if wait else mx.async_eval)(self._outputs(), written)
-        if not wait:
-            self._written, self._features = written, features
+        self._written, self._features = written, features
+        self._dispatcher = dispatcher
+        self._dispatch = dispatcher.begin([self._outputs(), written])
 
     def end(self) -> None:
         """Wait until everything is computed."""
+        self._end_dispatch()
         mx.eval(self._outputs(), self._written, self._features)
         self._written, self._features = [], []
+
+    def _end_dispatch(self) -> None:
+        """Wait until the step is submitted; raise what stopped it."""
+        dispatch, self._dispatch = self._dispatch, None
+        if dispatch is not None:
+            dispatch.end()
+
+    @property
+    def _is_plain(self) -> bool:
+        """True if tokens are the only results, of which there is a copy to read.
+
+        The next step, which may be under way to the device, computes nothing from the copy.
+        """
+        plain = [array for array in (self.tokens, self.token_copy) if array is not None]
+        return len(plain) > 1 and len(self._outputs()) == len(plain) and not self._features
 
     def _outputs(self) -> list[mx.array]:
         outputs = [array for result in self._scored.values() for array in result.arrays()]
@@ -104,6 +130,9 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
     def wait(self) -> StepOutput:
         """The runner recovers if it raises."""
         with self._recovering():
+            self._end_dispatch()
+            if not self._is_plain:
+                self._dispatcher.join()
             self._check_faults()
             self._end_unread()
             return self._output()
@@ -127,7 +156,9 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
             raise StepError("the device failed while the step was in flight")
 
     def _output(self) -> StepOutput:
-        tokens = self._sampled.to_python(self._rows.sampled_ids) if self._sampled else ()
+        tokens: tuple[SampledToken, ...] = ()
+        if self._sampled is not None:
+            tokens = self._sampled.to_python(self._rows.sampled_ids, self.token_copy)
         if self._drafts is not None:
             self._rows.fill_proposals(np.array(self._drafts).tolist())
         scored = {seq_id: result.to_python() for seq_id, result in self._scored.items()}

@@ -55,10 +55,15 @@ class SampleResult:
         """Return the arrays to evaluate before ``to_python``."""
         return [self.tokens, *(array for group in self.logprobs for array in group.arrays())]
 
-    def to_python(self, seq_ids: Sequence[int]) -> tuple[SampledToken, ...]:
-        """Return the tokens with their log-probabilities; ``seq_ids`` has one id per row."""
+    def to_python(
+        self, seq_ids: Sequence[int], token_copy: mx.array | None = None
+    ) -> tuple[SampledToken, ...]:
+        """Return the tokens with their log-probabilities; ``seq_ids`` has one id per row.
+
+        ``token_copy`` is read in place of ``tokens``, if there is one.
+        """
         by_row = {row: entry for group in self.logprobs for row, entry in group.to_python().items()}
-        tokens = np.array(self.tokens).tolist()
+        tokens = np.array(self.tokens if token_copy is None else token_copy).tolist()
         return tuple(
             SampledToken(seq_id=seq_id, token_id=token, logprob=by_row.get(row))
             for row, (seq_id, token) in enumerate(zip(seq_ids, tokens, strict=True))

@@ -389,6 +389,7 @@ class GeneratorModel(WorkerModel):
             speculates=weights.spec.settings.speculative is not None,
             max_source_len=_max_source_len(weights.spec, weights.loaded.model),
             faults=self._device.faults,
+            dispatcher=self._device.dispatcher,
         )
         settings = weights.spec.settings
         if host_bytes := settings.cache.kv_host_bytes:

@@ -19,6 +19,7 @@ from mlx_parallm.types.request import RAW_LOGPROBS
 from mlx_parallm.types.step import KVPlan, NoTracer, RunnerInfo, StepTracer
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.attention.quantisation import kv_cache_dtype_of
+from mlx_parallm.worker.device.dispatcher import Dispatcher
 from mlx_parallm.worker.device.faults import DeviceFaults
 from mlx_parallm.worker.generation.cache_layout import CacheLayout
 from mlx_parallm.worker.generation.draft_model import DraftModel
@@ -64,6 +65,7 @@ def make_runner(  # noqa: PLR0913 - settings, by name
     speculates: bool = False,
     max_source_len: int = 0,
     faults: DeviceFaults | None = None,
+    dispatcher: Dispatcher | None = None,
 ) -> Generator[None, None, tuple[ModelRunner, DecoderChoices]]:
     """Return the runner of a model and all choices for it, made here or taken over, in stages.
 
@@ -83,6 +85,7 @@ def make_runner(  # noqa: PLR0913 - settings, by name
         speculates: True if rows may have proposals.
         max_source_len: see ``RunnerInfo``.
         faults: the failures of the device; None if no other model uses it.
+        dispatcher: submits steps to the device; None if no other model uses it.
     """
     chosen = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
     ranks = None if loaded.sharding is None else loaded.sharding.ranks
@@ -166,6 +169,7 @@ def make_runner(  # noqa: PLR0913 - settings, by name
         ranks=ranks,
         tracer=tracer or NoTracer(),
         faults=faults or DeviceFaults(),
+        dispatcher=dispatcher or Dispatcher(),
     )
     return runner, choices
 

@@ -12,6 +12,7 @@ import pytest
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.device.dispatcher import Dispatcher
 from mlx_parallm.worker.device.faults import LATE, DeviceFaults
 from mlx_parallm.worker.generation.inputs.runs import InputComputer
 from mlx_parallm.worker.generation.model_step import ModelStep
@@ -57,7 +58,7 @@ def test_features_that_the_device_could_not_compute_fail_the_step(
     recovery = Recovery()
     sampled = SampleResult(mx.zeros((0,), mx.uint32)) if samples else None
     step = step_of(recovery, sampled)
-    step.start([mx.ones(1)], features, wait=False)
+    step.start([mx.ones(1)], features, Dispatcher())
     error = RuntimeError(f"{LATE}: Insufficient Memory.")
 
     def wait(*arrays: list[mx.array]) -> None:
@@ -82,7 +83,10 @@ def test_the_device_is_asked_where_nothing_is_read_and_no_step_follows(
     monkeypatch.setattr(mx, "synchronize", lambda: calls.append("synchronize"))
     sampled = SampleResult(mx.zeros((0,), mx.uint32)) if case == "sampled" else None
     step = step_of(Recovery(), sampled)
-    step.start([mx.ones(1)], [], wait=case == "computed at once")
+    if case == "computed at once":
+        step.run([mx.ones(1)])
+    else:
+        step.start([mx.ones(1)], [], Dispatcher())
     if case == "ended before":
         step.end()
     step.wait()

@@ -1,0 +1,121 @@
+"""Submits graphs to the device, on a thread of its own where this takes the host long."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import mlx.core as mx
+from typing_extensions import override
+
+from mlx_parallm.worker.device.properties import backend_name
+
+
+class Dispatch(Protocol):
+    """Arrays that MLX was given to compute."""
+
+    def end(self) -> None:
+        """Wait until MLX has submitted all of it; raise what stopped it."""
+        ...
+
+
+class Dispatcher:
+    """Submits one graph after the other; only the latest may still be under way.
+
+    On CUDA ``mx.async_eval`` takes the host some 10 µs a kernel, without the interpreter lock. On a
+    thread of its own it leaves the engine thread free for the results of the step before and the
+    schedule of the next one (``docs/decisions/057-a-thread-submits-graphs.md``).
+
+    MLX is not made for two threads that use one stream or one array. So whoever evaluates, builds a
+    graph or drops its arrays calls ``join`` first, and reads meanwhile only arrays from which the
+    graph under way computes nothing.
+    """
+
+    def begin(self, arrays: Sequence[Any]) -> Dispatch:
+        """Begin to submit a tree of arrays, in the order of the calls.
+
+        Raises:
+            RuntimeError: MLX refused it, on the calling thread.
+        """
+        mx.async_eval(arrays)
+        return _SUBMITTED
+
+    def join(self) -> None:
+        """Wait until nothing is being submitted. What failed is raised by ``Dispatch.end``."""
+
+    @property
+    def runs_beside(self) -> bool:
+        """True if the caller goes on while a graph is being submitted."""
+        return False
+
+
+class ThreadDispatcher(Dispatcher):
+    """Submits on a thread of its own. Every other call comes from the thread that made it."""
+
+    def __init__(self) -> None:
+        # Both threads use its queue of kernels, in turns.
+        mx.set_default_stream(_stream_of_threads())
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dispatch")
+        self._latest: Future[None] | None = None
+
+    @override
+    def begin(self, arrays: Sequence[Any]) -> Dispatch:
+        self.join()
+        has_begun = threading.Lock()
+        has_begun.acquire()
+        self._latest = self._thread.submit(_submit, arrays, has_begun)
+        # Otherwise the thread would wait for the interpreter lock as long as a switch takes, 5 ms.
+        has_begun.acquire()
+        return _OnThread(self._latest)
+
+    @override
+    def join(self) -> None:
+        latest, self._latest = self._latest, None
+        if latest is not None:
+            latest.exception()
+
+    @property
+    @override
+    def runs_beside(self) -> bool:
+        return True
+
+
+def dispatcher_of_device() -> Dispatcher:
+    """Return what submits to the default device fastest; call it once for a thread."""
+    return ThreadDispatcher() if backend_name() == "cuda" else Dispatcher()
+
+
+class _Submitted(Dispatch):
+    """A graph that was submitted by the call."""
+
+    @override
+    def end(self) -> None:
+        return
+
+
+_SUBMITTED = _Submitted()
+
+
+class _OnThread(Dispatch):
+    """A graph that a thread submits, or has."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    @override
+    def end(self) -> None:
+        self._future.result()
+
+
+def _submit(arrays: Sequence[Any], has_begun: threading.Lock) -> None:
+    has_begun.release()
+    mx.async_eval(arrays)
+
+
+@functools.cache
+def _stream_of_threads() -> mx.Stream:
+    """Return the process's stream for graphs that one thread builds and another one submits."""
+    return mx.new_thread_unsafe_stream(mx.default_device())

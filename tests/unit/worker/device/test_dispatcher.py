@@ -1,0 +1,138 @@
+"""Graphs are submitted one after the other, by the caller or by a thread beside it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_parallm.worker.device.dispatcher import (
+    Dispatcher,
+    ThreadDispatcher,
+    dispatcher_of_device,
+)
+
+
+@pytest.fixture(autouse=True)
+def default_stream() -> Iterator[None]:
+    """Restore the thread's default stream, which a dispatcher with a thread replaces."""
+    before = mx.default_stream(mx.default_device())
+    yield
+    mx.set_default_stream(before)
+
+
+class Gate:
+    """Stands for ``mx.async_eval``: it takes as long as the test says, and counts its callers."""
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+        self.is_entered = threading.Event()
+        self.finished: list[object] = []
+        self._busy = threading.Lock()
+
+    def __call__(self, arrays: object) -> None:
+        assert self._busy.acquire(blocking=False), "two graphs are submitted at once"
+        self.is_entered.set()
+        assert self.is_open.wait(60)
+        self.finished.append(arrays)
+        self._busy.release()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    gate = Gate()
+    monkeypatch.setattr(mx, "async_eval", gate)
+    return gate
+
+
+def test_the_caller_goes_on_while_a_graph_is_submitted(gate: Gate) -> None:
+    dispatcher = ThreadDispatcher()
+    dispatch = dispatcher.begin(["first"])
+    assert dispatcher.runs_beside
+    assert gate.is_entered.wait(60)
+    assert gate.finished == [], "the caller has waited"
+    gate.is_open.set()
+    dispatch.end()
+    assert gate.finished == [["first"]]
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_graphs_are_submitted_in_their_order_and_one_at_a_time(gate: Gate, joins: bool) -> None:
+    gate.is_open.set()
+    dispatcher = ThreadDispatcher()
+    for number in range(200):
+        dispatcher.begin([number])
+        if joins:
+            dispatcher.join()
+            assert len(gate.finished) == number + 1
+    dispatcher.join()
+    assert gate.finished == [[number] for number in range(200)]
+
+
+def test_the_next_call_waits_for_the_graph_before(gate: Gate) -> None:
+    dispatcher = ThreadDispatcher()
+    dispatcher.begin(["first"])
+    assert gate.is_entered.wait(60)
+    opener = threading.Thread(target=gate.is_open.set)
+    opener.start()
+    second = dispatcher.begin(["second"])
+    assert gate.finished[0] == ["first"]
+    second.end()
+    opener.join()
+    assert gate.finished == [["first"], ["second"]]
+
+
+def test_what_stops_a_graph_is_raised_by_its_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(arrays: object) -> None:
+        if arrays == ["large"]:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(mx, "async_eval", refuse)
+    dispatcher = ThreadDispatcher()
+    large = dispatcher.begin(["large"])
+    dispatcher.join()
+    small = dispatcher.begin(["small"])
+    small.end()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        large.end()
+
+
+def test_without_a_thread_the_call_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(arrays: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(mx, "async_eval", refuse)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        Dispatcher().begin([mx.ones(1)])
+
+
+@pytest.mark.parametrize("make", [Dispatcher, ThreadDispatcher])
+def test_graphs_of_one_thread_are_submitted_by_the_dispatcher(make: type[Dispatcher]) -> None:
+    """Each graph reads the result of the one before, which is read here from a copy meanwhile."""
+    dispatcher = make()
+    x, copies = mx.zeros((8, 8), mx.int32), []
+    for _ in range(100):
+        x = (mx.cumsum(x, axis=1) + 1) % 7
+        copy = x + 0
+        dispatcher.begin([x, copy])
+        if copies:
+            np.array(copies[-1])
+        copies.append(copy)
+        dispatcher.join()
+    expected = np.zeros((8, 8), np.int32)
+    for copy in copies:
+        expected = (np.cumsum(expected, axis=1) + 1) % 7
+        assert (np.array(copy) == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_beside"), [("cuda", True), ("metal", False), ("cpu", False)]
+)
+def test_a_thread_submits_on_cuda(
+    backend: str, is_beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_parallm.worker.device.dispatcher.backend_name", lambda: backend)
+    assert dispatcher_of_device().runs_beside is is_beside
