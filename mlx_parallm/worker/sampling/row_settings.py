@@ -136,13 +136,16 @@ class RowSettings:
     Attributes:
         drawn: indices of rows that are not greedy.
         logprobs: rows that want log-probabilities, in groups.
+        always_adjusted: the rows that are adjusted at every step, not only by banned tokens.
     """
 
     def __init__(self, specs: Sequence[SampleSpec], logprobs_mode: str = RAW_LOGPROBS) -> None:
         """``logprobs_mode`` is for rows that name none."""
         self._params = [spec.params for spec in specs]
         self._seeds = [spec.seed for spec in specs]
-        self._adjusted = {row for row, params in enumerate(self._params) if always_adjusts(params)}
+        self.always_adjusted = {
+            row for row, params in enumerate(self._params) if always_adjusts(params)
+        }
         self.drawn = [
             row
             for row, params in enumerate(self._params)
@@ -159,7 +162,7 @@ class RowSettings:
 
     def adjusted(self, specs: Sequence[SampleSpec]) -> list[int]:
         """Return the rows whose logits ``adjust_logits`` changes at this step."""
-        always = self._adjusted
+        always = self.always_adjusted
         return [row for row, spec in enumerate(specs) if spec.banned_ids or row in always]
 
     @functools.cached_property

@@ -23,7 +23,7 @@ from mlx_parallm.worker.sampling.row_settings import (
     RowSettings,
     random_keys,
 )
-from mlx_parallm.worker.sampling.truncation import adjust_logits, draw_logits
+from mlx_parallm.worker.sampling.truncation import Bans, adjust_logits, draw_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,7 @@ class Sampler:
         self._kernels = kernels
         self._mode = logprobs_mode
         self._rows = RowSettings(())
+        self._bans = Bans()
 
     def __call__(
         self,
@@ -152,9 +153,9 @@ class Sampler:
     def _adjust(
         self, logits: mx.array, specs: Sequence[SampleSpec], pending: mx.array | None
     ) -> mx.array:
+        if not self._rows.always_adjusted:
+            return self._bans.applied(logits, specs)
         rows = self._rows.adjusted(specs)
-        if not rows:
-            return logits
         chosen = [specs[row] for row in rows]
         latest = None if pending is None else _take(pending, rows)
         changed = adjust_logits(_take(logits, rows).astype(mx.float32), chosen, latest)

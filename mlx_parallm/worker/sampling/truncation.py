@@ -26,6 +26,27 @@ def always_adjusts(params: SamplingParams) -> bool:
     return has_list or params.has_penalty or params.timestamps is not None
 
 
+class Bans:
+    """The banned tokens of a batch's rows; they seldom change from step to step."""
+
+    def __init__(self) -> None:
+        self._banned: list[tuple[int, ...]] = []
+        self._index: tuple[mx.array, mx.array] | None = None
+
+    def applied(self, logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
+        """Return logits of any float dtype, ``[rows, vocab]``, with ``-inf`` for banned tokens."""
+        banned = [spec.banned_ids for spec in specs]
+        # Lists compare identity first, and what is banned usually is the same object.
+        if banned != self._banned:
+            entries: _Entries = [(row, ids) for row, ids in enumerate(banned) if ids]
+            self._banned, self._index = banned, _index(entries) if entries else None
+        if self._index is None:
+            return logits
+        logits = logits[:]
+        logits[self._index] = -mx.inf
+        return logits
+
+
 def adjust_logits(
     logits: mx.array, specs: Sequence[SampleSpec], pending: mx.array | None = None
 ) -> mx.array:

@@ -237,3 +237,32 @@ def test_extreme_temperatures_choose_a_token(temperature):
     assert 0 <= token < VOCAB
     if temperature < 1:
         assert token == int(random_logits(1).argmax())
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bans_that_change_between_steps_are_followed(dtype: mx.Dtype, temperature: float) -> None:
+    sampler, rows = Sampler(), np.random.default_rng(0).normal(size=(3, 8))
+    logits = mx.array(rows, dtype)
+    before = np.array(logits.astype(mx.float32))
+    same = (1, 2)
+    for banned in (((), (), ()), (same, (), (5,)), (same, (), (5,)), ((), (0, 7), same)):
+        specs = [
+            make_spec(banned=ids, seed=row, logprobs=8, temperature=temperature)
+            for row, ids in enumerate(banned)
+        ]
+        result = sampler(logits, specs)
+        alone = [
+            Sampler()(
+                mx.where(mx.array([token in ids for token in range(8)]), -mx.inf, row[None]),
+                [make_spec(seed=index, logprobs=8, temperature=temperature)],
+            ).tokens.item()
+            for index, (row, ids) in enumerate(zip(logits, banned, strict=True))
+        ]
+        assert result.tokens.tolist() == alone
+        assert not any(token in ids for token, ids in zip(alone, banned, strict=True))
+        # Raw log-probabilities are those of all tokens.
+        tokens = result.to_python(range(3))
+        assert all(len(token.logprob.top) == 8 for token in tokens)
+        assert all(math.isfinite(value) for token in tokens for _, value in token.logprob.top)
+    assert (np.array(logits.astype(mx.float32)) == before).all()
