@@ -29,9 +29,9 @@ class Dispatcher:
     thread of its own it leaves the engine thread free for the results of the step before and the
     schedule of the next one (``docs/decisions/057-a-thread-submits-graphs.md``).
 
-    MLX is not made for two threads that use one stream or one array. So whoever evaluates, builds a
-    graph or drops its arrays calls ``join`` first, and reads meanwhile only arrays from which the
-    graph under way computes nothing.
+    MLX is not made for two threads that use one stream or one array. Call ``join`` before a graph
+    is built or evaluated, or its arrays are dropped. Meanwhile only arrays may be read from which
+    the graph under way computes nothing.
     """
 
     def begin(self, arrays: Sequence[Any]) -> Dispatch:
