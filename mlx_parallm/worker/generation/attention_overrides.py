@@ -85,12 +85,16 @@ def attention_of_made_heads(
 
 
 def block_of_kernels(
-    _step: PackedStep, module: Any, x: mx.array, mask: Any = None, cache: Any = None
+    step: PackedStep, module: Any, x: mx.array, mask: Any = None, cache: Any = None
 ) -> mx.array | None:
-    """Return a block's output, whose residual and norm are one kernel; None without kernels."""
+    """Return a block's output, whose residuals and norms are one kernel; None without kernels."""
     if "_kernels" not in module or module.training or not isinstance(cache, PagedLayerCache):
         return None
-    return run_block(module, x, mask, cache)
+    before = step.residual
+    step.residual = run_block(
+        module, x, mask, cache, before if before is not None and before.total is x else None
+    )
+    return step.residual.total
 
 
 def mlp_of_kernels(_step: PackedStep, module: Any, x: mx.array) -> mx.array | None:

@@ -24,6 +24,7 @@ from mlx_parallm.worker.attention.dense import TwoWayRows
 from mlx_parallm.worker.attention.heads import HeadInputs, HeadSettings
 from mlx_parallm.worker.device.allocator import limit_arrays
 from mlx_parallm.worker.device.properties import allocate
+from mlx_parallm.worker.layers.block_kernels import Residual
 from mlx_parallm.worker.layers.kept_states import StateNotes
 
 
@@ -157,6 +158,7 @@ class PackedStep:
             keys is being traced.
         source_plan: the backend's plan of the rows' cross-attention; None without sources.
         notes: see ``seam.PagedStep``.
+        residual: the last sum of the latest block that has kernels; None before the first.
     """
 
     def __init__(
@@ -174,6 +176,7 @@ class PackedStep:
         self.tables = tables
         self.source_plan = source_plan
         self.notes: StateNotes | None = None
+        self.residual: Residual | None = None
         self._two_way = two_way or TwoWayRows()
         self._pools: dict[int, tuple[LayerPool, int | None]] = {}
 

@@ -6,6 +6,7 @@ MLX runs two operations for each, and SwiGLU over columns of one product reads t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -112,9 +113,13 @@ def use_block_kernels(
     for module in model.modules():
         kind = type(module).__module__, type(module).__name__
         if kind in BLOCKS:
-            norm = module.post_attention_layernorm
-            shape = norm.weight.size, norm.eps, norm.weight.dtype
-            is_right = norms.agree(shape, partial(why_no_norm, kernels, norm))
+            is_right = all(
+                norms.agree(
+                    (norm.weight.size, norm.eps, norm.weight.dtype),
+                    partial(why_no_norm, kernels, norm),
+                )
+                for norm in (module.input_layernorm, module.post_attention_layernorm)
+            )
         elif kind in MLPS:
             shape = module.gate_proj.weight.shape, module.gate_proj.weight.dtype
             is_right = gates.agree(shape, partial(why_no_gate, kernels, module))
@@ -126,18 +131,48 @@ def use_block_kernels(
     return marked
 
 
-def run_block(block: Any, x: mx.array, mask: Any, cache: Any) -> mx.array:
-    """Return the output of a marked block of mlx_lm."""
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """The last sum of a block, lazy; the next block may compute it with its norm.
+
+    Attributes:
+        total: ``hidden + change``, all ``[T, 1, N]``.
+    """
+
+    hidden: mx.array
+    change: mx.array
+    total: mx.array
+
+    @classmethod
+    def of(cls, hidden: mx.array, change: mx.array) -> Residual:
+        """Return the sum of two arrays."""
+        return cls(hidden, change, hidden + change)
+
+
+def run_block(
+    block: Any, x: mx.array, mask: Any, cache: Any, before: Residual | None = None
+) -> Residual:
+    """Return the output of a marked block of mlx_lm.
+
+    ``before`` is that of the block before, if this one's input x is its total.
+    """
     kernels: BlockKernels = block["_kernels"]
-    norm = block.post_attention_layernorm
-    change = block.self_attn(block.input_layernorm(x), mask, cache)
-    if norm.weight.dtype == x.dtype:
-        hidden, normalised = kernels.add_norm(x, change, norm.weight, norm.eps)
+    if before is None:
+        normalised = block.input_layernorm(x)
     else:
-        # The kernel reads the weight as numbers of the rows' type.
-        hidden = x + change
-        normalised = norm(hidden)
-    return hidden + block.mlp(normalised)
+        x, normalised = _add_norm(kernels, before, block.input_layernorm)
+    residual = Residual.of(x, block.self_attn(normalised, mask, cache))
+    hidden, normalised = _add_norm(kernels, residual, block.post_attention_layernorm)
+    return Residual.of(hidden, block.mlp(normalised))
+
+
+def _add_norm(kernels: BlockKernels, residual: Residual, norm: Any) -> tuple[mx.array, mx.array]:
+    """Return a residual's total and the norm of it."""
+    hidden, change = residual.hidden, residual.change
+    if norm.weight.dtype == hidden.dtype == change.dtype:
+        return kernels.add_norm(hidden, change, norm.weight, norm.eps)
+    # The kernel reads all of them as numbers of one type.
+    return residual.total, norm(residual.total)
 
 
 def run_mlp(mlp: Any, x: mx.array) -> mx.array:
