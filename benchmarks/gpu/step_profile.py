@@ -55,6 +55,8 @@ REPEATS = 7
 DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 #: ``FIRST_TOKENS``: prompts whose first tokens are timed, one after the other.
 FIRST_TOKENS = 4
+#: ``LAUNCH_US``: the device is idle for up to so long between two kernels that are both launched.
+LAUNCH_US = 5.0
 #: ``KERNELS``: how many of the longest kernels are kept by name.
 KERNELS = 30
 
@@ -234,9 +236,11 @@ def per_step(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for event in events
         if event.get("cat") in DEVICE_WORK
     )
-    busy = idle = end = 0.0
+    busy = idle = long = end = 0.0
     for first, last, _ in spans:
-        idle += max(0.0, first - end) if end else 0.0
+        gap = max(0.0, first - end) if end else 0.0
+        idle += gap
+        long += gap if gap > LAUNCH_US else 0.0
         busy += max(0.0, last - max(first, end))
         end = max(end, last)
     calls = [
@@ -247,6 +251,7 @@ def per_step(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "busy ms": busy / RECORDED_STEPS / 1e3,
         "idle ms": idle / RECORDED_STEPS / 1e3,
+        "of that, waiting for the host": long / RECORDED_STEPS / 1e3,
         "kernels": len(spans) / RECORDED_STEPS,
         "by kernel": _by_name(spans),
         "by call of CUDA": _by_name(calls),
