@@ -57,11 +57,11 @@ def test_heads_are_those_of_mlx(shim: Shim, case: HeadCase) -> None:
     assert heads_are_right(shim, case)
 
 
-@pytest.mark.parametrize("most", [3, 4, 8, 64])
+@pytest.mark.parametrize(("at_once", "most"), [(1, 3), (1, 4), (1, 8), (1, 64), (10, 8), (16, 8)])
 def test_a_warp_may_make_several_heads(
-    shim: Shim, monkeypatch: pytest.MonkeyPatch, most: int
+    shim: Shim, monkeypatch: pytest.MonkeyPatch, at_once: int, most: int
 ) -> None:
-    monkeypatch.setattr("mlx_parallm.worker.attention.kernel_heads.MANY_ROWS", 1)
+    monkeypatch.setattr("mlx_parallm.worker.attention.kernel_heads.AT_ONCE", at_once)
     monkeypatch.setattr("mlx_parallm.worker.attention.kernel_heads.MOST_HEADS", most)
     assert heads_are_right(shim, HeadCase())
 

@@ -16,9 +16,10 @@ from mlx_parallm.kernels.kernel import Kernel
 from mlx_parallm.worker.attention.heads import HeadInputs, HeadSettings
 from mlx_parallm.worker.attention.kernel_pool import WARP, KernelPool, PoolLayout
 
-# WARPS of a threadgroup; each makes a head, or MOST_HEADS where there are MANY_ROWS.
+# WARPS of a threadgroup. Each makes a head, or as many as needed so that there are about AT_ONCE
+# warps, which an H200 runs at the same time; MOST_HEADS at most.
 WARPS = 4
-MANY_ROWS, MOST_HEADS = 64, 8
+AT_ONCE, MOST_HEADS = 4096, 8
 # A lane has as many numbers of each half of a head as another.
 MULTIPLE = 2 * WARP
 _INPUTS = ("queries", "keys", "values", "positions", "slots", "previous")
@@ -53,8 +54,9 @@ class HeadKernels:
         extra = [*inputs.weights]
         if inputs.frequencies is not None:
             extra.append(inputs.frequencies)
-        count = 1 if rows < MANY_ROWS else MOST_HEADS
-        warps = rows * -(-(settings.heads + 2 * shape.num_kv_heads) // count)
+        heads = settings.heads + 2 * shape.num_kv_heads
+        count = max(1, min(MOST_HEADS, rows * heads // AT_ONCE))
+        warps = rows * -(-heads // count)
         groups = -(-warps // WARPS)
         queries, pool.token = self._kernel(settings, inputs.firsts)(
             inputs=[*inputs.products, inputs.positions, slots, pool.token, *pool.bound, *extra],
@@ -91,7 +93,7 @@ class HeadKernels:
             "FIRST_KEY": firsts[1],
             "FIRST_VALUE": firsts[2],
             "WARPS": WARPS,
-            "MANY_ROWS": MANY_ROWS,
+            "AT_ONCE": AT_ONCE,
             "MOST_HEADS": MOST_HEADS,
             "NORM": settings.epsilon is not None,
             "EPSILON": float(settings.epsilon or 0.0),

@@ -9,7 +9,7 @@ const int thread_index = thread_index_in_threadgroup;
 const int lane = thread_index % 32;
 const int index = threadgroup_position_in_grid.x * WARPS + thread_index / 32;
 // With many rows, a warp makes several heads, which are rotated by the same angles.
-const int count = slots_shape[0] < MANY_ROWS ? 1 : MOST_HEADS;
+const int count = max(1, min(MOST_HEADS, slots_shape[0] * ALL_HEADS / AT_ONCE));
 const int row = index / ((ALL_HEADS + count - 1) / count);
 const int first_head = index % ((ALL_HEADS + count - 1) / count) * count;
 const int first = lane * EACH;
