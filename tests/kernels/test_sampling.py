@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -132,6 +133,25 @@ def test_short_numbers_are_kept_as_long_ones(shim: Shim, dtype: mx.Dtype) -> Non
     assert tokens == long_tokens
     scaled = logits.astype(mx.float32)
     assert mx.array_equal(scaled >= floors, scaled >= long_floors)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("vocab", "threads"), [(33, 32), (600, 64), (1111, 64), (2048, 128)])
+def test_the_largest_is_the_first_of_those_that_tie(
+    shim: Shim, vocab: int, threads: int, dtype: mx.Dtype
+) -> None:
+    source = np.random.default_rng(vocab)
+    rows = [KINDS[kind](source, vocab) for kind in KINDS if kind != "huge"]
+    rows += [np.full(vocab, -np.inf), np.where(np.arange(vocab) == vocab - 1, 1.0, 0.0)]
+    logits = mx.array(np.array(rows, np.float32)).astype(dtype)
+    expected = np.array(logits.astype(mx.float32)).argmax(axis=-1).tolist()
+    for shim.order in ORDERS:
+        assert SamplingKernels(shim, threads=threads).greedy(logits).tolist() == expected
+
+
+def test_rows_of_no_numbers_still_have_a_largest_token(shim: Shim) -> None:
+    logits = mx.full((1, VOCAB), math.nan)
+    assert SamplingKernels(shim, threads=THREADS).greedy(logits).tolist() == [0]
 
 
 def test_rows_draw_the_same_alone_together_and_again(shim: Shim) -> None:
@@ -284,9 +304,9 @@ def test_kernels_run_only_where_they_are_wanted_and_trusted() -> None:
     logits = mx.random.normal((2, VOCAB), key=mx.random.key(0))
     greedy, random = spec(temperature=0.0), spec(top_p=0.9)
     cases: list[tuple[mx.array, list[SampleSpec], list[str]]] = [
-        (logits, [greedy, greedy], []),
+        (logits, [greedy, greedy], ["greedy"]),
         (logits, [greedy, random], ["draw"]),
-        (logits, [greedy, spec(temperature=0.0, logprobs=3)], ["logprobs"]),
+        (logits, [greedy, spec(temperature=0.0, logprobs=3)], ["greedy", "logprobs"]),
         (logits, [spec(logprobs=MAX_TOP + 1), random], ["draw"]),
         (logits, [random, spec(top_n_sigma=1.0)], []),
         (logits, [random, spec(top_n_sigma=1.0, temperature=0.0)], ["draw"]),

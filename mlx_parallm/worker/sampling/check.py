@@ -94,7 +94,11 @@ def why_not(kernels: SamplingKernels, vocab: int, dtype: mx.Dtype) -> str | None
         for row, params in enumerate(_PARAMS * (len(_SPREADS) + len(_MOST)))
     ]
     try:
-        return _draws_differ(kernels, logits, specs) or _logprobs_differ(kernels, logits)
+        return (
+            _draws_differ(kernels, logits, specs)
+            or _largest_differ(kernels, logits)
+            or _logprobs_differ(kernels, logits)
+        )
     except MODEL_ERRORS as cause:
         return f"{type(cause).__name__}: {cause}"
 
@@ -130,6 +134,18 @@ def _draws_differ(
     drawn = categorical(mx.where(kept, scaled, -mx.inf), random_keys(specs))
     wrong = np.array(mx.where(greedy, mx.argmax(scaled, axis=-1), drawn) != tokens)
     return f"{wrong.sum()} of {len(specs)} rows draw another token" if wrong.any() else None
+
+
+def _largest_differ(kernels: SamplingKernels, logits: mx.array) -> str | None:
+    """Return how the tokens with the largest logits differ from MLX's; None if they agree.
+
+    Two rows are added whose largest logit is the last one, and the first one.
+    """
+    vocab = logits.shape[-1]
+    ends = mx.stack([mx.arange(vocab) == place for place in (vocab - 1, 0)])
+    logits = mx.concatenate([logits, ends.astype(logits.dtype)])
+    wrong = np.array(kernels.greedy(logits) != mx.argmax(logits, axis=-1))
+    return f"{wrong.sum()} of {len(wrong)} rows have another largest logit" if wrong.any() else None
 
 
 def _kept(scaled: mx.array, specs: Sequence[SampleSpec], change: float) -> mx.array:

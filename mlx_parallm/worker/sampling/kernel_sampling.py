@@ -37,6 +37,7 @@ _DTYPES = {
 }
 
 _DRAW = KernelSpec("draw.metal", ("logits", "settings", "keys"), ("tokens", "floors"))
+_GREEDY = KernelSpec("greedy.metal", ("logits",), ("tokens",))
 _LOGPROBS = KernelSpec(
     "logprobs.metal",
     ("logits", "tokens", "wanted"),
@@ -59,7 +60,7 @@ class SamplingKernels:
         """Start to compile the kernels for such logits, in the background if possible."""
         for dtype in dtypes:
             if why_unsupported(vocab, dtype) is None:
-                for spec in (_DRAW, _LOGPROBS):
+                for spec in (_DRAW, _GREEDY, _LOGPROBS):
                     self._kernel(spec, vocab, dtype)
 
     def trust(self, vocab: int, dtype: mx.Dtype) -> None:
@@ -74,6 +75,31 @@ class SamplingKernels:
             settings: the names of the fields that change what tokens are drawn from.
         """
         return settings <= SETTINGS and (logits.shape[-1], logits.dtype) in self._trusted
+
+    def serve_greedy(self, logits: mx.array) -> bool:
+        """True if ``greedy`` is to be used for such logits.
+
+        MLX's ``argmax`` reads 0.6 TB/s on an NVIDIA H200; on a Mac neither was measured.
+        """
+        return self.name == "cuda" and self.serve(logits)
+
+    def greedy(self, logits: mx.array) -> mx.array:
+        """Return the token with the largest logit of each row, the lowest of equals.
+
+        Args:
+            logits: float32, float16 or bfloat16 ``[rows, vocab]``.
+
+        Returns:
+            uint32 ``[rows]``.
+        """
+        rows = logits.shape[0]
+        return self._kernel(_GREEDY, logits.shape[-1], logits.dtype)(
+            inputs=[logits],
+            output_shapes=[(rows,)],
+            output_dtypes=[mx.uint32],
+            grid=(rows * self._threads, 1, 1),
+            threadgroup=(self._threads, 1, 1),
+        )[0]
 
     def draw(
         self, logits: mx.array, settings: mx.array, keys: mx.array

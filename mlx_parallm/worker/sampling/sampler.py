@@ -164,7 +164,7 @@ class Sampler:
     def _choose(self, logits: mx.array, specs: Sequence[SampleSpec]) -> _Choice:
         rows = self._rows.drawn
         if not rows:
-            return _Choice(mx.argmax(logits, axis=-1), logits)
+            return _Choice(self._greedy(logits), logits)
         if self._kernels is not None and self._kernels.serve(logits, self._rows.in_use):
             keys = self._rows.keys(specs)
             tokens, floors = self._kernels.draw(logits, self._rows.settings, keys)
@@ -174,8 +174,13 @@ class Sampler:
         truncated = draw_logits(drawn_logits, [spec.params for spec in chosen])
         tokens = categorical(truncated, random_keys(chosen))
         if len(rows) < len(specs):
-            tokens = _put(mx.argmax(logits, axis=-1), rows, tokens)
+            tokens = _put(self._greedy(logits), rows, tokens)
         return _Choice(tokens, logits, truncated=truncated)
+
+    def _greedy(self, logits: mx.array) -> mx.array:
+        if self._kernels is not None and self._kernels.serve_greedy(logits):
+            return self._kernels.greedy(logits)
+        return mx.argmax(logits, axis=-1)
 
     def _logprobs(self, rows: LogprobRows, logits: mx.array, choice: _Choice) -> RowLogprobs:
         tokens = choice.tokens
