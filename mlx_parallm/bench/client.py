@@ -107,12 +107,12 @@ class StreamEvents:
         event = json.loads(data)
         if event.get("error"):
             self._record.error = f"error event: {str(event['error'])[:MAX_ERROR_TEXT]}"
-        counted = self._take_usage(event.get("usage"))
+        has_count = self._take_usage(event.get("usage"))
         text = "".join(self._take_choice(choice) for choice in event.get("choices") or ())
         if text:
             self._texts.append(text)
             self._record.chunk_times_s.append(now)
-            self._record.chunk_tokens.append(counted)
+            self._record.chunk_tokens.append(self._take_new() if has_count else None)
 
     def check_complete(self) -> None:
         """Close the record; a stream without its end mark or without usage is an error."""
@@ -122,15 +122,19 @@ class StreamEvents:
         elif self._record.error is None and not self._record.output_tokens:
             self._record.error = "the stream had no usage"
 
-    def _take_usage(self, usage: Mapping[str, Any] | None) -> int | None:
-        """Add running or final counts; return the number of new tokens, None if unknown."""
+    def _take_usage(self, usage: Mapping[str, Any] | None) -> bool:
+        """Add running or final counts; return False if there are none."""
         if not usage:
-            return None
+            return False
         details: Mapping[str, Any] = usage.get("prompt_tokens_details") or {}
         self._record.prompt_tokens = usage.get("prompt_tokens", 0)
         self._record.cached_tokens = details.get("cached_tokens") or 0
         self._record.image_tokens = details.get("image_tokens") or 0
         self._record.output_tokens = usage.get("completion_tokens", 0)
+        return True
+
+    def _take_new(self) -> int:
+        """Return the number of tokens since the latest text, with those of events without text."""
         new = self._record.output_tokens - self._counted
         self._counted = self._record.output_tokens
         return new
@@ -140,7 +144,9 @@ class StreamEvents:
         delta = choice.get("delta")
         if delta is None:
             return choice.get("text") or ""
-        return (delta.get("reasoning") or "") + (delta.get("content") or "")
+        # SGLang names only the second, newer releases of vLLM only the first.
+        reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
+        return reasoning + (delta.get("content") or "")
 
 
 class SSEParser:

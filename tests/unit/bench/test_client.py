@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_parallm.api.chat.answer import REASONING_KEYS
 from mlx_parallm.bench.client import LoadClient, SSEParser, StreamEvents
 from mlx_parallm.bench.http_stream import Response, ResponseError, Target
 from mlx_parallm.bench.load import closed_loop, open_loop
@@ -174,6 +175,27 @@ def test_running_counts_are_turned_into_tokens_of_a_chunk():
         event = {"choices": [{"text": text}], "usage": {"completion_tokens": counted}}
         events.take(json.dumps(event).encode(), 1.0)
     assert record.chunk_tokens == [3, 1]
+
+
+def test_tokens_of_events_without_text_belong_to_the_next_chunk():
+    """Some tokens have no text of their own, such as the first bytes of a character."""
+    record = RequestRecord(index=0, start_s=0.0)
+    events = StreamEvents(record)
+    for counted, text in ((0, ""), (1, "a"), (2, ""), (4, "b"), (5, ""), (5, "")):
+        event = {"choices": [{"text": text}], "usage": {"completion_tokens": counted}}
+        events.take(json.dumps(event).encode(), 1.0)
+    assert record.chunk_tokens == [1, 3]
+    assert record.output_tokens == 5
+
+
+@pytest.mark.parametrize("names", [["reasoning"], ["reasoning_content"], list(REASONING_KEYS)])
+def test_reasoning_is_text_under_any_of_its_names(names):
+    record = RequestRecord(index=0, start_s=0.0)
+    events = StreamEvents(record)
+    for delta in (dict.fromkeys(names, "Hm. "), {"content": "Yes."}):
+        events.take(json.dumps({"choices": [{"delta": delta}]}).encode(), 1.0)
+    events.check_complete()
+    assert record.text == "Hm. Yes."
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://"])
