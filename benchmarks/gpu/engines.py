@@ -204,6 +204,7 @@ def make_engine(
     plan = plan_kv(layouts, loaded.config, cache, config, max_model_len, backend)
     num_blocks = plan.wanted_blocks if kv_tokens is None else -(-kv_tokens // plan.block_size)
     drafting = None if draft is None else _draft_model(draft, cache, num_blocks)
+    dispatcher = dispatcher_of_device()
     runner = at_once(make_runner)(
         loaded,
         layouts,
@@ -214,8 +215,9 @@ def make_engine(
         grammars=grammars,
         speculates=speculative is not None,
         tracer=tracer,
-        dispatcher=dispatcher_of_device(),
+        dispatcher=dispatcher,
     )[0]
+    runner.submits_beside = dispatcher.runs_beside
     info = runner.info
     tiers = None
     if host_bytes:
@@ -239,6 +241,7 @@ def make_engine(
         has_state=info.has_state,
         keeps_states=info.keeps_states,
         speculative=speculative_for(speculative, info, "bench"),
+        pads=runner.prepares_shapes,
     )
     steps = None
     if warms_up:

@@ -156,7 +156,8 @@ def assembled(
     """
     config = loaded.folder.config
     adapters = _adapters(kept) or DeviceAdapters(context.worker, loaded.name)
-    runner = DeviceRunner(context.worker, loaded.name, plan, adapters)
+    beside = context.worker.dispatcher.runs_beside
+    runner = DeviceRunner(context.worker, loaded.name, plan, adapters, submits_beside=beside)
     tool_format = tool_format_of(config, loaded.tokenizer)
     tokenizer = loaded.tokenizer.writing_calls(call_writer(tool_format))
     log_losses(loaded.name, tokenizer.probe_template())
@@ -352,6 +353,7 @@ def _engine(
         speculative=speculative_for(settings.speculative, info, name),
         num_tower_stages=info.num_tower_stages,
         has_sources=InputKind.SOURCE in info.input_kinds,
+        pads=runner.prepares_shapes,
     )
     policies.users = scheduler
     live = LiveWeights(

@@ -58,6 +58,8 @@ class DeviceRunner(Runner):
         model: str,
         plan: GenerationPlan,
         adapters: DeviceAdapters | None = None,
+        *,
+        submits_beside: bool = False,
     ) -> None:
         """Run a model that ``worker`` has.
 
@@ -67,10 +69,12 @@ class DeviceRunner(Runner):
             plan: the complete plan of its load.
             adapters: the tensors of its adapters, which a new load of the model does not have;
                 None if its steps name only those that it has.
+            submits_beside: see ``Runner``.
         """
         assert plan.info is not None, "the model has no KV pool yet"
         self._adapters = adapters
         self.info = plan.info
+        self.submits_beside = submits_beside
         self.prepares_shapes = plan.prepares_shapes
         self._worker = worker
         self._model = model

@@ -59,17 +59,25 @@ SAVE_S = 5.0
 SAVE_POLL_S = 0.01
 # NUM_STEPS: latest decode steps whose median predicts the next one.
 NUM_STEPS = 9
+# WAITED_SHARE: the host has waited for the end of a step if that took this share of its time.
+# Otherwise it only read results that were there.
+WAITED_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
     """A step that was submitted.
 
-    ``seconds``: from the end of the step before, or from this one's begin, to the submission.
+    Attributes:
+        batch: what it runs.
+        step: its results.
+        begin_s: when it began to be scheduled.
+        seconds: from the end of the step before, or from ``begin_s``, to the submission.
     """
 
     batch: ScheduledBatch
     step: StepInFlight
+    begin_s: float
     seconds: float
 
 
@@ -143,8 +151,9 @@ class GenerationEngine(ServedEngine):
         self._warm_up = warm_up
         self.reassemble: Reassemble | None = None
         self._pace = StepPace()
-        # End of the time that counts as that of earlier steps.
-        self._counted_s = 0.0
+        # When the end of the latest step was seen, and the end of the time that counts as that of
+        # earlier steps.
+        self._ended_s = self._counted_s = 0.0
 
     @property
     def step_s(self) -> float:
@@ -368,8 +377,9 @@ class GenerationEngine(ServedEngine):
         new one while this thread turns tokens into events.
         """
         with self._tracer.span(Phase.STEP):
-            # If a step is in flight, the time since the last step ended belongs to this one.
-            begin_s = self._clock() if self._in_flight is None else self._counted_s
+            begin_s = self._clock()
+            if self._in_flight is None:
+                self._counted_s = begin_s
             with self._tracer.span(Phase.SCHEDULE):
                 if self._tiers is not None:
                     self._tiers.answer_peers()
@@ -390,22 +400,29 @@ class GenerationEngine(ServedEngine):
     ) -> _Begun | None:
         self._metrics.on_schedule(self._scheduler.take_started(), batch)
         step = self._attempt(batch, partial(self._runner.submit, batch), updates)
-        self._counted_s = self._clock()
-        return None if step is None else _Begun(batch, step, self._counted_s - begin_s)
+        before_s, self._counted_s = self._counted_s, self._clock()
+        return None if step is None else _Begun(batch, step, begin_s, self._counted_s - before_s)
 
     def _end(self, begun: _Begun, updates: list[SequenceUpdate]) -> None:
         batch, wait_s = begun.batch, self._clock()
         with self._tracer.span(Phase.WAIT, batch):
             output = self._attempt(batch, begun.step.wait, updates)
-        self._counted_s = self._clock()
-        # Exclude the time spent submitting the next step: if submit() blocks on the device, the
-        # wait belongs to that step.
-        seconds = begun.seconds + self._counted_s - wait_s
+        before_s, self._ended_s = self._ended_s, self._clock()
+        self._counted_s = self._ended_s
+        waited_s = self._ended_s - wait_s
+        if self._runner.submits_beside:
+            # A step that ran behind another began when that one ended.
+            seconds = self._ended_s - max(begun.begin_s, before_s)
+        else:
+            # Exclude the time spent submitting the next step: if submit() blocks on the device, the
+            # wait belongs to that step.
+            seconds = begun.seconds + waited_s
+        is_end_known = not self.info.runs_ahead or waited_s >= WAITED_SHARE * seconds
         if output is None:
             self._lose_in_flight(updates)
         else:
             with self._tracer.span(Phase.UPDATE, batch):
-                self._scheduler.observe(batch, seconds)
+                self._scheduler.observe(batch, seconds, is_end_known=is_end_known)
                 is_short = all(len(row.token_ids) < MIN_CHUNK for row in batch.sequences)
                 if is_short and not batch.moves.take_time:
                     self._pace.observe(seconds)

@@ -34,16 +34,24 @@ def padded_rows(count: int) -> int:
     return next(rows for rows in ROW_COUNTS if rows >= count)
 
 
-#: The tokens of a step with prompts are padded to a multiple of this number, or of a sixteenth of
-#: the next power of two. Fewer tokens, such as proposals to verify, are padded as decode rows are.
-MIN_TOKENS = 16
+#: TOKEN_PARTS: a step with prompts is padded as decode rows are, so that the same kernels serve it,
+#: or to a multiple of this part of the next power of two.
+TOKEN_PARTS = 16
 
 
 def padded_tokens(count: int) -> int:
     """Return to how many rows a step with ``count`` tokens of prompts and decode rows is padded."""
-    if count < MIN_TOKENS:
-        return padded_rows(count)
-    return rounded_up(count, MIN_TOKENS, 16)
+    largest = ROW_COUNTS[-1]
+    return padded_rows(count) if count <= largest else rounded_up(count, largest, TOKEN_PARTS)
+
+
+def unpadded_tokens(count: int) -> int:
+    """Return the most tokens, up to ``count``, of a step with prompts that needs no padding."""
+    largest = ROW_COUNTS[-1]
+    if count <= largest:
+        return max((rows for rows in ROW_COUNTS if rows <= count), default=0)
+    multiple = max(largest, (1 << (count - 1).bit_length()) // TOKEN_PARTS)
+    return count // multiple * multiple
 
 
 #: Block tables are padded to a multiple of this number, or of an eighth of the next power of two.

@@ -464,6 +464,9 @@ class Runner(Protocol):
     info: RunnerInfo
     """Facts about the loaded model."""
 
+    submits_beside: bool = False
+    """True if the caller of ``submit`` waits for steps before the new one, and never for it."""
+
     def submit(self, batch: ScheduledBatch) -> StepInFlight:
         """Begin a step; raise only if no sequence of the batch could be run.
 

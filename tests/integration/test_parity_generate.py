@@ -247,7 +247,7 @@ def test_steps_with_prompts_have_few_numbers_of_rows(monkeypatch: pytest.MonkeyP
         session.add(request_id, prompt)
         session.step()
     session.finish()
-    assert {16, 32} <= set(rows) <= {1, 2, 4, 8, 16, 32}
+    assert {16, 24} <= set(rows) <= {1, 2, 4, 8, 16, 24}
     for request_id, prompt in prompts.items():
         assert_same(session.result(request_id), alone("llama", prompt))
 

@@ -49,7 +49,7 @@ class Planner:
         token_budget: most tokens of a step.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of a scheduler
         self,
         config: SchedulerConfig,
         kv: KVCacheManager,
@@ -60,6 +60,7 @@ class Planner:
         *,
         max_model_len: int,
         num_tower_stages: int = 1,
+        pads: bool = False,
     ) -> None:
         # Every decode row must fit: a step without room for all of them would starve some.
         self.token_budget = max(
@@ -69,7 +70,7 @@ class Planner:
         self._bound_s = 0.0 if bound_ms is None else TARGET_SHARE * bound_ms / 1e3
         # The stages of towers are bounded by what prefill takes, also without a bound.
         has_tower = num_tower_stages > 1
-        self.cost = StepCost() if has_tower or bound_ms is not None else None
+        self.cost = StepCost(pads=pads) if has_tower or bound_ms is not None else None
         self.stage_cost = StageCost()
         self._num_unobserved = 0
         self._kv = kv
@@ -275,8 +276,8 @@ class Planner:
             else:
                 self._preempt(sequence)
 
-    def observe(self, batch: ScheduledBatch, seconds: float) -> None:
-        """Learn from a step that has ended; ``seconds`` is the time that it took."""
+    def observe(self, batch: ScheduledBatch, seconds: float, *, is_end_known: bool = True) -> None:
+        """Learn from a step that took ``seconds``; see ``StepCost.observe``."""
         tiers, moves = self._kv.tiers, batch.moves
         if moves.moves_rows:
             return
@@ -299,7 +300,7 @@ class Planner:
         self._num_unobserved += 1
         if self._bound_s or work.prefill_tokens or self._num_unobserved >= OBSERVED:
             self._num_unobserved = 0
-            self.cost.observe(work, seconds)
+            self.cost.observe(work, seconds, is_end_known=is_end_known)
 
     def _compute_inputs(self, plan: StepPlan, *, is_first: bool) -> None:
         """Plan stages of the inputs that running sequences wait for.

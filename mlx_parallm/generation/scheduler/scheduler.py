@@ -53,7 +53,22 @@ class Scheduler:
         num_tower_stages: int = 1,
         has_sources: bool = False,
         snapshot_tokens: int = STATE_SNAPSHOT_TOKENS,
+        pads: bool = False,
     ) -> None:
+        """Begin without requests.
+
+        Args:
+            config: limits of steps and of the queue.
+            kv: the KV blocks.
+            max_model_len: longest sequence.
+            has_state: see ``RunnerInfo``.
+            keeps_states: see ``RunnerInfo``.
+            speculative: speculative decoding; None for none.
+            num_tower_stages: see ``RunnerInfo``.
+            has_sources: True if the model is an encoder-decoder.
+            snapshot_tokens: see ``CacheConfig``.
+            pads: True if the runner pads the tokens of a step, see ``padded_tokens``.
+        """
         has_snapshots = kv.snapshots is not None
         assert not has_state or has_snapshots or not kv.enable_prefix_caching, "states are not kept"
         self._kv = kv
@@ -78,6 +93,7 @@ class Scheduler:
             self._snapshotter,
             max_model_len=self._max_len,
             num_tower_stages=num_tower_stages,
+            pads=pads,
         )
         self._room = StepRoom(
             max_len=self._max_len,
@@ -150,13 +166,15 @@ class Scheduler:
         if group is not None and index in group.sequences:
             self._endings.end(group.sequences[index])
 
-    def observe(self, batch: ScheduledBatch, seconds: float) -> None:
+    def observe(self, batch: ScheduledBatch, seconds: float, *, is_end_known: bool = True) -> None:
         """Learn from the time that a step took.
 
-        ``seconds`` is the time that the engine spent on it: from the end of the step before, or its
-        own begin, until it was submitted, and waiting for its end.
+        Args:
+            batch: the step.
+            seconds: from the end of the step before, or its own begin, until its end was seen.
+            is_end_known: False if it may have ended before that.
         """
-        self._planner.observe(batch, seconds)
+        self._planner.observe(batch, seconds, is_end_known=is_end_known)
 
     def has_work(self) -> bool:
         """Return True if any request has not ended, or blocks are to be saved."""

@@ -6,11 +6,11 @@ Pure arithmetic: times are arguments.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from mlx_parallm.numerics.fits import OnlineFit, PrefillFit
-from mlx_parallm.types.shape_buckets import coarse
+from mlx_parallm.types.shape_buckets import coarse, padded_tokens, unpadded_tokens
 
 # MIN_CHUNK: rows of fewer tokens are computed token by token and cost what decode rows cost.
 MIN_CHUNK = 16
@@ -23,6 +23,10 @@ FIRST_CHUNK = 64
 GROWTH, NEAR_GROWTH = 1.5, 1.25
 # RECENT_MEMORY: each step with fewer prefill tokens lowers the recent number to this share of it.
 RECENT_MEMORY = 0.75
+# MOST_JOINED: a sample consists of at most so many steps: one, and its neighbours.
+MOST_JOINED = 3
+# LIKE: steps are alike if neither has more than this many times the prefill tokens of the other.
+LIKE = 1.25
 # LEAST_SHARE: if no prefill fits the bound, a step still gets tokens that cost this share of
 # prefill's fixed cost. Each such step then does more, so that fewer steps exceed the bound.
 LEAST_SHARE = 0.25
@@ -59,14 +63,27 @@ class StepWork:
             context[kind] += count * (start + count / 2)
         return cls(tokens[0], context[0], tokens[1], context[1])
 
+    def is_like(self, other: StepWork) -> bool:
+        """Return True if the steps have about as many prefill tokens."""
+        fewer, more = sorted((self.prefill_tokens, other.prefill_tokens))
+        return more <= LIKE * fewer
+
 
 class StepCost:
-    """Predicts the seconds of a step: so much by decode row, prefill token and position read."""
+    """Predicts the seconds of a step: so much by decode row, prefill token and position read.
 
-    def __init__(self) -> None:
+    A step whose end nobody waited for may have ended earlier, while the host submitted the next one
+    and waited for the device meanwhile, or did not. Which of two neighbours such time is measured
+    as differs by device. So they are learned from together.
+    """
+
+    def __init__(self, *, pads: bool = False) -> None:
+        """Begin without samples; ``pads``: see ``Scheduler``."""
+        self.pads = pads
         self._decode = OnlineFit(3)
         self._prefill = PrefillFit(self._decode)
         self._recent_prefill = self._recent_s = 0.0
+        self._run: list[tuple[StepWork, float]] = []
 
     def most_prefill(self, bound_s: float) -> int:
         """Return the most prefill tokens for which a prediction can be trusted.
@@ -79,17 +96,42 @@ class StepCost:
             growth = min(GROWTH, max(NEAR_GROWTH, known))
         return max(FIRST_CHUNK, int(growth * self._recent_prefill))
 
-    def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from a step that has ended."""
-        if not work.prefill_tokens:
-            self._decode.learn(_decode_features(work), seconds)
-            return
-        magnitude = work.prefill_tokens.bit_length()
-        features = (_prefill_features(work), _decode_features(work))
-        self._prefill.learn(*features, magnitude, seconds)
-        self._recent_prefill *= RECENT_MEMORY
-        if work.prefill_tokens >= self._recent_prefill:
-            self._recent_prefill, self._recent_s = work.prefill_tokens, seconds
+    def observe(self, work: StepWork, seconds: float, *, is_end_known: bool = True) -> None:
+        """Learn from a step that has ended.
+
+        Args:
+            work: that of the step.
+            seconds: that it took.
+            is_end_known: False if it may have ended earlier, see the class; it may count only
+                after the next step then.
+        """
+        if self.pads and work.prefill_tokens:
+            rows = work.decode_tokens
+            tokens = padded_tokens(rows + work.prefill_tokens) - rows
+            work = replace(work, prefill_tokens=tokens)
+        run = self._run
+        if run and (len(run) == MOST_JOINED or run[-1][0].is_like(work)):
+            self._learn(run)
+            run.clear()
+        run.append((work, seconds))
+        if is_end_known:
+            self._learn(run)
+            run.clear()
+        if work.prefill_tokens:
+            self._recent_prefill *= RECENT_MEMORY
+            if work.prefill_tokens >= self._recent_prefill:
+                self._recent_prefill, self._recent_s = work.prefill_tokens, seconds
+
+    def _learn(self, run: Sequence[tuple[StepWork, float]]) -> None:
+        """Learn from the sums of some steps; those of a linear cost are linear."""
+        decode = _sums(_decode_features(work) for work, _ in run)
+        prefill = _sums(_prefill_features(work) for work, _ in run)
+        seconds = sum(taken for _, taken in run)
+        most = max(work.prefill_tokens for work, _ in run)
+        if most:
+            self._prefill.learn(prefill, decode, most.bit_length(), seconds)
+        else:
+            self._decode.learn(decode, seconds)
 
     def predict(self, work: StepWork) -> float:
         """Return the seconds that a step will take; 0 for work of a kind that was never seen."""
@@ -130,6 +172,7 @@ class PrefillAllowance:
 
     def __init__(self, cost: StepCost, decode: StepWork, bound_s: float) -> None:
         self._cost = cost
+        self._decode_tokens = decode.decode_tokens
         least = cost.predict(decode) + cost.prefill_s
         self._seconds = max(bound_s - least, LEAST_SHARE * min(cost.prefill_s, bound_s))
         self._tokens = cost.most_prefill(least + self._seconds)
@@ -141,9 +184,15 @@ class PrefillAllowance:
 
         Those of all prompts together are one of few numbers, unless a prompt ends.
         """
-        most = self._cost.chunk_within(start, self._seconds, self._tokens)
+        most = self._taken + self._cost.chunk_within(start, self._seconds, self._tokens)
+        rows = self._decode_tokens
         # Shape bucketing: MLX's CUDA backend pays once per new shape, so counts are rounded.
-        most = coarse(self._taken + most) - self._taken
+        if self._cost.pads:
+            # Padding takes as long as tokens do.
+            most = max(unpadded_tokens(rows + most), padded_tokens(rows + MIN_CHUNK)) - rows
+        else:
+            most = coarse(most)
+        most -= self._taken
         if self._is_fresh:
             return max(most, MIN_CHUNK)
         return most if most >= MIN_CHUNK else 0
@@ -154,6 +203,10 @@ class PrefillAllowance:
         self._tokens -= count
         self._taken += count
         self._seconds -= self._cost.chunk_s(start, count)
+
+
+def _sums(features: Iterable[tuple[float, ...]]) -> list[float]:
+    return [sum(values) for values in zip(*features, strict=True)]
 
 
 def _decode_features(work: StepWork) -> tuple[float, float, float]:

@@ -14,7 +14,7 @@ from itertools import chain, product
 from typing import Protocol
 
 from mlx_parallm.types.request import SamplingParams
-from mlx_parallm.types.shape_buckets import coarse, padded_rows
+from mlx_parallm.types.shape_buckets import padded_rows, unpadded_tokens
 from mlx_parallm.types.step import (
     RunnerInfo,
     SampleSpec,
@@ -203,14 +203,13 @@ def _shapes(max_len: int, limits: StepLimits) -> Iterator[tuple[int, int, int]]:
 
 
 def _prompt_steps(limits: StepLimits) -> Iterator[list[ScheduledSequence]]:
-    """Yield steps by tokens of a prompt chunk, its position, and decode rows beside it."""
+    """Yield steps by their tokens, the position of a prompt chunk, and decode rows beside it."""
     row_start = min(MIN_SPAN, limits.model_len - 1)
     row_blocks = max(ROW_BLOCKS, row_start // limits.block_size + 1)
-    lengths = {coarse(count) for count in range(MIN_CHUNK, limits.tokens + 1)}
-    for bucket, start, count in product(sorted(lengths), CHUNK_STARTS, DECODE_COUNTS):
-        # The longest chunks are cut to the tokens that the decode rows leave.
-        length = min(bucket, limits.tokens - count)
-        if count < limits.num_seqs and start + length <= limits.model_len:
+    sizes = {unpadded_tokens(count) for count in range(MIN_CHUNK, limits.tokens + 1)}
+    for size, start, count in product(sorted(sizes), CHUNK_STARTS, DECODE_COUNTS):
+        length = size - count
+        if length > 1 and count < limits.num_seqs and start + length <= limits.model_len:
             rows = [_decode_row(i, row_start, row_blocks) for i in range(count)]
             blocks = -(-(start + length) // limits.block_size)
             chunk = ScheduledSequence(

@@ -284,6 +284,34 @@ def test_a_step_is_told_what_was_spent_on_it_alone(runs_ahead: bool) -> None:
         assert scheduler.seconds == [110.0, 221.0, 331.0, 440.0]
     else:
         assert scheduler.seconds == [110.0, 220.0, 330.0, 440.0]
+    assert scheduler.known == [True] * 4
+
+
+@pytest.mark.parametrize("waited_s", [0.0, 1.0, 50.0])
+def test_a_step_that_is_submitted_beside_begins_when_the_one_before_ends(waited_s: float) -> None:
+    now = [0.0]
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    runner = FakeRunner(
+        spell("hey"),
+        info=make_info(runs_ahead=True),
+        # It waits until the step before is submitted.
+        before=lambda batch: spend(100.0),
+        ending=lambda batch: spend(waited_s),
+    )
+    runner.submits_beside = True
+    scheduler = TimedScheduler(runner.info)
+    metrics = EngineMetrics(MetricFamilies(), "m", runner.info)
+    engine = GenerationEngine(scheduler, runner, ByteTokenizer(), metrics, clock=lambda: now[0])
+    engine.submit(make_request("a", max_tokens=3))
+    while engine.has_work():
+        engine.step()
+        spend(3.0)
+    # The first one has no other before it, and the last one none behind it.
+    assert scheduler.seconds == [203.0 + waited_s, 103.0 + waited_s, 3.0 + waited_s]
+    assert scheduler.known[:2] == [waited_s == 50.0] * 2
 
 
 class TimedScheduler(Scheduler):
@@ -293,10 +321,12 @@ class TimedScheduler(Scheduler):
         kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=True)
         super().__init__(SchedulerConfig(), kv, max_model_len=info.max_model_len)
         self.seconds: list[float] = []
+        self.known: list[bool] = []
 
-    def observe(self, batch: ScheduledBatch, seconds: float) -> None:
+    def observe(self, batch: ScheduledBatch, seconds: float, *, is_end_known: bool = True) -> None:
         self.seconds.append(seconds)
-        super().observe(batch, seconds)
+        self.known.append(is_end_known)
+        super().observe(batch, seconds, is_end_known=is_end_known)
 
 
 def test_tokens_of_one_step_have_one_latency() -> None:

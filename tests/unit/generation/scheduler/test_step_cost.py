@@ -21,6 +21,7 @@ from mlx_parallm.generation.scheduler.step_cost import (
     StepWork,
 )
 from mlx_parallm.numerics.fits import INERTIA, OnlineFit, PrefillFit
+from mlx_parallm.types.shape_buckets import padded_tokens, unpadded_tokens
 from tests.step_simulator import Cost, SimulatedDevice
 
 WARM_UP = 12
@@ -183,8 +184,7 @@ def test_the_largest_chunk_within_a_time_is_found(
 
 
 def test_what_was_never_seen_is_begun_small_and_grows_by_steps() -> None:
-    model = StepCost()
-    decode = StepWork.of([(10, 1)] * 4)
+    model, decode = StepCost(), StepWork.of(())
     assert PrefillAllowance(model, decode, 1.0).room(0) == FIRST_CHUNK
     model.observe(StepWork.of([(0, 128)]), 1e-6)
     assert PrefillAllowance(model, decode, 1.0).room(0) == GROWTH * 128
@@ -232,6 +232,54 @@ def test_all_prefill_of_a_step_is_one_of_few_numbers(most: int, first: int) -> N
     assert total & (total - 1) == 0 or total % (1 << total.bit_length() - 3) == 0
     allowed = max(FIRST_CHUNK, int(GROWTH * most))
     assert 0.8 * allowed - MIN_CHUNK <= total <= allowed
+
+
+@given(st.integers(MIN_CHUNK, 4000), st.integers(0, 40), st.integers(0, 300))
+def test_a_step_that_would_be_padded_has_tokens_instead(most: int, first: int, rows: int) -> None:
+    model = StepCost(pads=True)
+    model.observe(StepWork.of([(0, most)]), 1e-9)
+    allowance = PrefillAllowance(model, StepWork.of([(9, 1)] * rows), 1.0)
+    allowed = max(FIRST_CHUNK, int(GROWTH * padded_tokens(most)))
+    # The first prompt may go on, whatever is allowed.
+    full = max(unpadded_tokens(rows + allowed), padded_tokens(rows + MIN_CHUNK))
+    taken = min(first, allowance.room(0))
+    allowance.take(0, taken)
+    total = rows + taken + allowance.room(0)
+    # Fewer than the smallest chunk are not worth a row.
+    assert full - MIN_CHUNK < total <= full
+    assert taken > 1 or total == full
+
+
+def test_tokens_and_the_padding_of_a_step_are_learned_as_tokens() -> None:
+    model, draw = StepCost(pads=True), Random(0)
+    for _ in range(100):
+        rows, chunk = draw.randint(0, 200), draw.randint(100, 1500)
+        padding = padded_tokens(rows + chunk) - rows - chunk
+        decode = StepWork.of([(0, 1)] * rows)
+        model.observe(decode, 0.004)
+        model.observe(StepWork.of([(0, 1)] * rows + [(0, chunk)]), 0.004 + 2e-5 * (chunk + padding))
+    for rows, tokens in ((56, 200), (12, 500), (112, 1424)):
+        decode = StepWork.of([(0, 1)] * rows)
+        bound = 0.004 + 2e-5 * tokens * 1.02
+        assert PrefillAllowance(model, decode, bound).room(0) == tokens
+
+
+def test_steps_whose_end_is_not_known_are_learned_with_their_neighbours() -> None:
+    """Check it for a host that sees half of each step's time as that of the next one."""
+    cost = linear(0.005, 1e-4, 0, 4e-5, 0)
+    model, draw, before = StepCost(), Random(0), 0.0
+    decode = StepWork.of([(500, 1)] * 32)
+    for number in range(300):
+        work = decode
+        if number % 5 == 4:
+            work = StepWork.of([*[(500, 1)] * 32, (0, draw.randint(300, 900))])
+        taken = seconds(cost, work)
+        model.observe(work, before + taken / 2, is_end_known=False)
+        before = taken / 2
+    assert model.predict(decode) == pytest.approx(seconds(cost, decode), rel=0.02)
+    for chunk in (300, 900):
+        mixed = StepWork.of([*[(500, 1)] * 32, (0, chunk)])
+        assert model.predict(mixed) == pytest.approx(seconds(cost, mixed), rel=0.05)
 
 
 def test_an_allowance_is_used_up_but_for_one_smallest_chunk() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +11,12 @@ from mlx_parallm.types.shape_buckets import padded_rows, padded_tokens
 from mlx_parallm.types.step import ScheduledBatch
 from mlx_parallm.worker.attention.kernel_plan import HeldTables
 from mlx_parallm.worker.generation.paths.base import is_decode
-from mlx_parallm.worker.generation.warm_up import StepLimits, on_block, warm_up_batches
+from mlx_parallm.worker.generation.warm_up import (
+    MIN_CHUNK,
+    StepLimits,
+    on_block,
+    warm_up_batches,
+)
 
 LIMITS = st.builds(
     StepLimits,
@@ -89,14 +93,11 @@ def test_the_blocks_of_sources_are_unused_ones() -> None:
 def test_prompts_alone_and_beside_rows_fill_steps_of_all_sizes() -> None:
     limits = StepLimits(num_seqs=128, tokens=2048, model_len=40960, block_size=16)
     steps = [batch for batch in warm_up_batches(limits) if not decodes(batch)]
-    sizes = {padded_tokens(batch.num_tokens) for batch in steps}
-    assert max(sizes) == 2048
-    met = sorted(sizes)
-    # None is far from the next.
-    assert all(after <= 1.25 * before for before, after in pairwise(met))
+    sizes = {batch.num_tokens for batch in steps}
+    assert sizes >= {padded_tokens(count) for count in range(MIN_CHUNK, 2049)}
     starts = {batch.sequences[-1].start for batch in steps}
     assert starts == {0, 4096}
-    assert len(steps) < 250
+    assert len(steps) < 100
 
 
 @cache

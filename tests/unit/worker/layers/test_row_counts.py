@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
-
 from mlx_parallm.types.shape_buckets import (
     MIN_BLOCKS,
-    MIN_TOKENS,
     padded_blocks,
     padded_rows,
     padded_tokens,
+    unpadded_tokens,
 )
 
 
@@ -22,16 +18,26 @@ def test_rows_are_padded_to_few_numbers() -> None:
     assert len(set(padded)) < 20
 
 
-@pytest.mark.parametrize(
-    ("pad", "longest", "share", "least", "most"),
-    [(padded_blocks, 4096, 5 / 4, MIN_BLOCKS, 40), (padded_tokens, 8192, 9 / 8, MIN_TOKENS, 60)],
-    ids=["tables, a quarter", "tokens, an eighth"],
-)
-def test_others_are_padded_by_a_share_at_most(
-    pad: Callable[[int], int], longest: int, share: float, least: int, most: int
-) -> None:
-    padded = [pad(count) for count in range(1, longest + 1)]
-    for count, num_rows in enumerate(padded, 1):
-        assert count <= num_rows <= max(count * share, count + least - 1)
+def test_tables_are_padded_by_a_quarter_at_most() -> None:
+    padded = [padded_blocks(count) for count in range(1, 4097)]
+    for count, length in enumerate(padded, 1):
+        assert count <= length <= max(count * 5 / 4, count + MIN_BLOCKS - 1)
     assert padded == sorted(padded)
-    assert len(set(padded)) <= most
+    assert len(set(padded)) <= 40
+
+
+def test_steps_with_prompts_have_numbers_that_the_kernels_of_decode_rows_serve() -> None:
+    padded = [padded_tokens(count) for count in range(1, 16_385)]
+    for count, rows in enumerate(padded, 1):
+        assert count <= rows <= max(count * 9 / 8, padded_rows(count))
+        assert padded_rows(rows) == rows
+    assert padded == sorted(padded)
+    assert len(set(padded)) <= 50
+
+
+def test_the_most_tokens_without_padding_are_found() -> None:
+    padded = {padded_tokens(count) for count in range(1, 16_385)}
+    fewer = 0
+    for count in range(1, 16_385):
+        fewer = count if count in padded else fewer
+        assert unpadded_tokens(count) == fewer
