@@ -67,6 +67,20 @@ def test_the_budget_is_never_exceeded_and_ended_once(
     assert forced <= 1
 
 
+@given(
+    tokens=st.integers(0, 6),
+    is_open=st.booleans(),
+    start=st.sampled_from([START, None]),
+    wishes=st.lists(st.sampled_from([START, END, WORD, WORD]), min_size=1, max_size=LENGTH),
+)
+def test_steps_that_run_ahead_give_the_same(
+    tokens: int, is_open: bool, start: int | None, wishes: list[int]
+) -> None:
+    budget = ThinkingBudget(tokens=tokens, end_id=END, start_id=start, is_open=is_open)
+    ahead = generate(budget, wishes, runs_ahead=True)
+    assert ahead == generate(budget, wishes, runs_ahead=False)
+
+
 def run(wish: Callable[[int], int], runs_ahead: bool, tokens: int, is_open: bool) -> list[int]:
     budget = ThinkingBudget(tokens=tokens, end_id=END, start_id=START, is_open=is_open)
     return generate(budget, [wish(i) for i in range(8)], runs_ahead=runs_ahead)
