@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import sys
 import threading
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -15,14 +14,14 @@ from typing_extensions import override
 
 from mlx_parallm.types.content import Buffer
 from mlx_parallm.types.errors import StepError
+from mlx_parallm.worker.device.pinned_memory import PinnedMemory, check
 from mlx_parallm.worker.device.properties import backend_name
 
 logger = logging.getLogger(__name__)
 
-# NON_BLOCKING, PORTABLE, IS_MANAGED: CU_STREAM_NON_BLOCKING, CU_MEMHOSTALLOC_PORTABLE and
-# CU_POINTER_ATTRIBUTE_IS_MANAGED of the CUDA driver API.
+# NON_BLOCKING, IS_MANAGED: CU_STREAM_NON_BLOCKING and CU_POINTER_ATTRIBUTE_IS_MANAGED of the CUDA
+# driver API.
 NON_BLOCKING: Final = 1
-PORTABLE: Final = 1
 IS_MANAGED: Final = 8
 # ARENA_BYTES, AHEAD_BYTES: how much memory is pinned at a time, and how much ahead of its use.
 ARENA_BYTES: Final = 64 << 20
@@ -165,7 +164,7 @@ class PinnedSlots:
         self._num_bytes = num_bytes
         self._context = ctypes.c_void_p()
         check(driver.cuCtxGetCurrent(ctypes.byref(self._context)))
-        self._free: list[tuple[_Arena, int]] = []
+        self._free: list[tuple[PinnedMemory, int]] = []
         self._grow()
         self._growing = self._grow_beside()
 
@@ -210,35 +209,19 @@ class PinnedSlots:
 
     def _grow(self) -> None:
         count = max(1, ARENA_BYTES // self._num_bytes)
-        arena = _Arena(self._driver, self._context, count * self._num_bytes)
+        arena = PinnedMemory(self._driver, self._context, count * self._num_bytes)
         self._free += [(arena, arena.address + n * self._num_bytes) for n in range(count)]
-
-
-class _Arena:
-    """Pinned memory; it is freed when neither its slots nor any view of a piece are left."""
-
-    def __init__(self, driver: ctypes.CDLL, context: ctypes.c_void_p, num_bytes: int) -> None:
-        """Raise StepError if there is no memory."""
-        self.address = 0
-        self._driver, self._context = driver, context
-        address = ctypes.c_void_p()
-        size = ctypes.c_size_t(num_bytes)
-        check(driver.cuMemHostAlloc(ctypes.byref(address), size, PORTABLE))
-        assert address.value is not None
-        self.address = address.value
-
-    def __del__(self) -> None:
-        """Free it, on any thread; the end of the process frees it anyhow."""
-        if self.address and not sys.is_finalizing():
-            self._driver.cuCtxSetCurrent(self._context)
-            self._driver.cuMemFreeHost(ctypes.c_void_p(self.address))
 
 
 class _Slot:
     """A piece of pinned memory, given back when it is collected."""
 
     def __init__(
-        self, free: list[tuple[_Arena, int]], arena: _Arena, address: int, num_bytes: int
+        self,
+        free: list[tuple[PinnedMemory, int]],
+        arena: PinnedMemory,
+        address: int,
+        num_bytes: int,
     ) -> None:
         self._free = free
         self._piece = arena, address
@@ -263,12 +246,6 @@ def host_copies() -> HostCopies:
     except (OSError, AttributeError, StepError) as problem:
         logger.warning("KV blocks are moved by MLX, which is slow: %s", problem)
         return PlainCopies()
-
-
-def check(code: int) -> None:
-    """Raise StepError if a call of the CUDA driver failed."""
-    if code:
-        raise StepError(f"the CUDA driver could not copy or pin memory: error {code}")
 
 
 def _address(array: mx.array) -> int:

@@ -25,6 +25,7 @@ from mlx_parallm.types.step import (
 from mlx_parallm.worker.device.dispatcher import Dispatcher
 from mlx_parallm.worker.device.faults import DeviceFaults
 from mlx_parallm.worker.device.ranks import Ranks
+from mlx_parallm.worker.device.step_arrays import StepArrays
 from mlx_parallm.worker.generation.block_moves import BlockMoves
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.host_moves import HostMoves
@@ -76,6 +77,7 @@ class ModelRunner(Runner):
         tracer: StepTracer,
         faults: DeviceFaults,
         dispatcher: Dispatcher,
+        arrays: StepArrays,
     ) -> None:
         """Prepare; see ``load.runner.make_runner``.
 
@@ -95,6 +97,7 @@ class ModelRunner(Runner):
             tracer: records the phases of every step.
             faults: the failures of the device.
             dispatcher: submits steps that run ahead.
+            arrays: brings their tokens to the host.
         """
         self._path = path
         self._values = values
@@ -111,6 +114,7 @@ class ModelRunner(Runner):
         self._tracer = tracer
         self._faults = faults
         self._dispatcher = dispatcher
+        self._arrays = arrays
         self._tokens = PendingTokens()
         self._latest: ModelStep | None = None
         pools = [path.pools, None if draft is None else draft.pools]
@@ -299,7 +303,7 @@ class ModelRunner(Runner):
             self.info.runs_ahead and any(spec.params.grammar for spec in rows.specs)
         ):
             # They are read while the next step is submitted, or for the masks of the next step.
-            step.copy_tokens()
+            step.copy_tokens(self._arrays)
         self._tokens.remember(rows.sampled_ids, step.tokens, step.token_copy)
         return step
 

@@ -15,6 +15,7 @@ from mlx_parallm.types.errors import StepError
 from mlx_parallm.types.step import SampledToken, StepInFlight, StepOutput, TokenLogprob
 from mlx_parallm.worker.device.dispatcher import Dispatch, Dispatcher
 from mlx_parallm.worker.device.faults import DeviceFaults
+from mlx_parallm.worker.device.step_arrays import StepArrays, TokenCopy
 from mlx_parallm.worker.generation.inputs.sources import SourceDoubts
 from mlx_parallm.worker.generation.step_rows import StepRows
 from mlx_parallm.worker.generation.value_heads import RowValues
@@ -46,7 +47,7 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
         recovering: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.tokens = sampled.tokens if sampled is not None else None
-        self.token_copy: mx.array | None = None
+        self.token_copy: TokenCopy | None = None
         self._rows = rows
         self._sampled = sampled
         self._scored = scored
@@ -70,10 +71,10 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
         """Return the KV blocks that the step may read."""
         return frozenset(self._rows.blocks)
 
-    def copy_tokens(self) -> None:
+    def copy_tokens(self, arrays: StepArrays) -> None:
         """Make ``token_copy``."""
         if self.tokens is not None:
-            self.token_copy = self.tokens.astype(mx.int32)
+            self.token_copy = arrays.send(self.tokens)
 
     def run(self, written: list[mx.array]) -> None:
         """Compute the results and ``written``, the arrays that the step writes.
@@ -115,14 +116,17 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
 
         The next step, which may be under way to the device, computes nothing from the copy.
         """
-        plain = [array for array in (self.tokens, self.token_copy) if array is not None]
-        return len(plain) > 1 and len(self._outputs()) == len(plain) and not self._features
+        if self.token_copy is None or self._features:
+            return False
+        plain = (self.tokens, self.token_copy.array)
+        return all(any(array is each for each in plain) for array in self._outputs())
 
     def _outputs(self) -> list[mx.array]:
         outputs = [array for result in self._scored.values() for array in result.arrays()]
         outputs += self._snapshots.values()
         outputs += [is_bad for _, is_bad in self._doubted.values()]
-        outputs += [array for array in (self._drafts, self.token_copy) if array is not None]
+        outputs += [] if self._drafts is None else [self._drafts]
+        outputs += [] if self.token_copy is None else [self.token_copy.array]
         outputs += [] if self._values is None else [self._values.values]
         return outputs if self._sampled is None else outputs + self._sampled.arrays()
 

@@ -14,6 +14,7 @@ import numpy as np
 from mlx_parallm.grammar.masks import ConstrainedRow, GrammarMasks, RowMasks
 from mlx_parallm.types.model_input import InputRows
 from mlx_parallm.types.step import PENDING_TOKEN, SampleSpec, ScheduledBatch, ScheduledSequence
+from mlx_parallm.worker.device.step_arrays import TokenCopy
 from mlx_parallm.worker.generation.paged_cache import offsets_of
 from mlx_parallm.worker.sampling.sampler import TokenMasks
 
@@ -169,10 +170,10 @@ class PendingTokens:
     def __init__(self) -> None:
         self._places: dict[int, int] = {}
         self._tokens: mx.array | None = None
-        self._copy: mx.array | None = None
+        self._copy: TokenCopy | None = None
 
     def remember(
-        self, seq_ids: Sequence[int], tokens: mx.array | None, copy: mx.array | None = None
+        self, seq_ids: Sequence[int], tokens: mx.array | None, copy: TokenCopy | None = None
     ) -> None:
         """Keep the tokens of a step: ``tokens[i]`` is that of ``seq_ids[i]``.
 
@@ -190,7 +191,7 @@ class PendingTokens:
         """
         if self._copy is None:
             return {}
-        chosen = np.array(self._copy).tolist()
+        chosen = self._copy.read()
         return {seq_id: chosen[place] for seq_id, place in self._places.items()}
 
     def fill(self, sequences: Sequence[ScheduledSequence]) -> mx.array:

@@ -15,6 +15,7 @@ from mlx_parallm.types.request import (
     RENORMALIZED_LOGPROBS,
 )
 from mlx_parallm.types.step import SampledToken, SampleSpec
+from mlx_parallm.worker.device.step_arrays import TokenCopy
 from mlx_parallm.worker.sampling.kernel_sampling import MAX_TOP, SamplingKernels
 from mlx_parallm.worker.sampling.logprobs import entropies, named_logprobs, target_logprobs
 from mlx_parallm.worker.sampling.row_settings import (
@@ -56,14 +57,14 @@ class SampleResult:
         return [self.tokens, *(array for group in self.logprobs for array in group.arrays())]
 
     def to_python(
-        self, seq_ids: Sequence[int], token_copy: mx.array | None = None
+        self, seq_ids: Sequence[int], token_copy: TokenCopy | None = None
     ) -> tuple[SampledToken, ...]:
         """Return the tokens with their log-probabilities; ``seq_ids`` has one id per row.
 
         ``token_copy`` is read in place of ``tokens``, if there is one.
         """
         by_row = {row: entry for group in self.logprobs for row, entry in group.to_python().items()}
-        tokens = np.array(self.tokens if token_copy is None else token_copy).tolist()
+        tokens = np.array(self.tokens).tolist() if token_copy is None else token_copy.read()
         return tuple(
             SampledToken(seq_id=seq_id, token_id=token, logprob=by_row.get(row))
             for row, (seq_id, token) in enumerate(zip(seq_ids, tokens, strict=True))

@@ -21,6 +21,7 @@ from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.attention.quantisation import kv_cache_dtype_of
 from mlx_parallm.worker.device.dispatcher import Dispatcher
 from mlx_parallm.worker.device.faults import DeviceFaults
+from mlx_parallm.worker.device.step_arrays import step_arrays
 from mlx_parallm.worker.generation.cache_layout import CacheLayout
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.inputs.forward import InputForward, input_forward
@@ -170,6 +171,7 @@ def make_runner(  # noqa: PLR0913 - settings, by name
         tracer=tracer or NoTracer(),
         faults=faults or DeviceFaults(),
         dispatcher=dispatcher or Dispatcher(),
+        arrays=step_arrays(),
     )
     return runner, choices
 

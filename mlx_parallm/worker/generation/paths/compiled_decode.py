@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ import numpy as np
 from mlx_parallm.types.shape_buckets import padded_blocks, padded_rows
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import CompilableAttention, LayerPool
+from mlx_parallm.worker.device.step_arrays import StepArrays, step_arrays
 from mlx_parallm.worker.generation.paged_cache import PackedStep, positions_of
 from mlx_parallm.worker.generation.row_selection import RowSelector
 from mlx_parallm.worker.generation.source_rows import SourceRows
@@ -69,6 +71,10 @@ class CompiledDecode:
         self._kinds: Any = None
         self._source_kinds: Any = None
         self.forget()
+
+    @cached_property
+    def _arrays(self) -> StepArrays:
+        return step_arrays()
 
     def forget(self) -> None:
         """Drop the traces, because weights were replaced; the next step makes new ones."""
@@ -136,9 +142,10 @@ class CompiledDecode:
             rotary[:count] = positions_of(sequences)
         if num_rows > count:
             token_ids = mx.concatenate([token_ids, mx.zeros(num_rows - count, mx.int32)])
-        packed, shapes = _packed(
-            [rotary, *self._backend.decode_arrays(sequences, positions, self._kinds)]
-        )
+        arrays = [rotary, *self._backend.decode_arrays(sequences, positions, self._kinds)]
+        # On CUDA, the device would wait for the pages of each array apart.
+        packed = self._arrays.fetch(np.concatenate([array.ravel() for array in arrays]))
+        shapes = [list(array.shape) for array in arrays]
         source_arrays = None
         if self._source_rows is not None:
             source_arrays = self._source_rows.decode_arrays(sequences, num_rows, self._source_kinds)
@@ -203,7 +210,7 @@ class CompiledDecode:
 
         Args:
             token_ids: the tokens of the rows, int32 ``[T]``.
-            packed: positions and the arrays of the step's plan, see ``_packed``.
+            packed: positions and the arrays of the step's plan, one after the other, int32.
             shapes: the shapes of these.
             source_arrays: the arrays of the plan of cross-attention; None if there are none.
             chains: what orders the writes to each pool.
@@ -242,18 +249,8 @@ class CompiledDecode:
             self._backend.set_chain(pool, arrays)
 
 
-def _packed(arrays: Sequence[np.ndarray]) -> tuple[mx.array, list[list[int]]]:
-    """Return int32 arrays as one, and their shapes.
-
-    On CUDA, MLX's arrays of host data are managed memory: the device waits for each one's pages
-    when a kernel first reads it, some 0.1 ms (``docs/decisions/053-fewer-kernels-a-layer.md``).
-    """
-    whole = np.concatenate([array.ravel() for array in arrays])
-    return mx.array(whole), [list(array.shape) for array in arrays]
-
-
 def _unpacked(packed: mx.array, shapes: Sequence[Sequence[int]]) -> list[mx.array]:
-    """Return the arrays that ``_packed`` got, as views."""
+    """Return arrays of these shapes, which are one after the other in ``packed``, as views."""
     arrays, first = [], 0
     for shape in shapes:
         size = math.prod(shape)

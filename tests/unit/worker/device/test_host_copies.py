@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.types.errors import StepError
-from mlx_parallm.worker.device import host_copies
+from mlx_parallm.worker.device import host_copies, pinned_memory
 from mlx_parallm.worker.device.host_copies import CudaCopies, HostCopies, PinnedSlots, PlainCopies
 
 ROWS = [bytes([number] * 64) for number in range(1, 6)]
@@ -62,7 +62,7 @@ class FakeDriver:
         return 0
 
     def cuMemHostAlloc(self, address: Any, size: Any, flags: int) -> int:
-        assert flags == host_copies.PORTABLE
+        assert flags == pinned_memory.PORTABLE
         if "pin" in self.failing:
             return 2
         arena = mmap.mmap(-1, size.value)
