@@ -99,13 +99,18 @@ class EngineLoop(LoopState):
         self.policies[name] = engine.policies
 
     def run(self) -> None:
-        """Serve until ``Stop``."""
+        """Serve until ``Stop``.
+
+        Raises:
+            DeviceLostError: the device computes nothing any more, so that every request would fail.
+        """
         wait_s: float | None = 0.0
         try:
             while self._take_commands(wait_s):
                 wait_s = self._turns.take(self.takers())
                 if wait_s is None and self._prepare():
                     wait_s = 0.0
+                self.worker.faults.check()
         finally:
             self._clock.end()
 

@@ -24,6 +24,7 @@
     ├── NoRoomError                 a model waits for memory that others use       (HTTP 503)
     ├── PausedError                 generation is paused; try again later          (HTTP 503)
     ├── EngineDeadError             no engine is there; try again later            (HTTP 503)
+    │   ├── DeviceLostError         the device computes nothing any more           (HTTP 503)
     │   ├── RequestLostError        the engine died that had this request          (HTTP 503)
     │   └── RankLostError           another process of the model is gone or hangs  (HTTP 503)
     ├── PeerSilentError             a server of the fleet does not answer          (HTTP 503)
@@ -245,6 +246,10 @@ class PausedError(ParallmError):
 
 class EngineDeadError(ParallmError):
     """The engine thread died; its cause is chained."""
+
+
+class DeviceLostError(EngineDeadError):
+    """The device computes nothing any more for this process, which ends its engine."""
 
 
 class EngineSilentError(EngineDeadError):

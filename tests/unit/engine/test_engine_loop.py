@@ -16,7 +16,7 @@ from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.turns import STALL_WAIT_S, TurnClass, Turns, TurnTaker
 from mlx_parallm.generation.engine import StepPace
 from mlx_parallm.pooling.engine import BatchCost
-from mlx_parallm.types.errors import ParallmError
+from mlx_parallm.types.errors import DeviceLostError, ParallmError
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.work import Event
@@ -104,6 +104,7 @@ class Trial:
         self.encoder = SumEncoder(self.clock)
         self.engines = {"m": engine_of(self.encoder, max_tokens=640, max_wait_s=max_wait_s)}
         self.answered_s: dict[str, float] = {}
+        self.worker = Worker()
         self.more = more
 
     def request(self, name: str, *inputs: tuple[int, ...], model: str = "m") -> Submit:
@@ -124,7 +125,7 @@ class Trial:
             cast("Any", inbox),
             self.deliver,
             families=MetricFamilies(),
-            worker=Worker(),
+            worker=self.worker,
             **self.more,
         )
         loop.run()
@@ -136,6 +137,14 @@ class Trial:
             (0.0, self.request(str(n), tuple(range(n, n + 1 + (37 * n) % 250))))
             for n in range(count)
         ]
+
+
+def test_a_lost_device_ends_the_engine_after_the_step_that_failed() -> None:
+    trial = Trial(num_steps=9)
+    trial.worker.faults.lost = RuntimeError("an illegal memory access was encountered")
+    with pytest.raises(DeviceLostError, match="illegal memory access"):
+        trial.run(*trial.flood(3))
+    assert trial.streams.left == 8
 
 
 def test_neither_starves_and_streams_wait_less_than_a_step_for_batches() -> None:

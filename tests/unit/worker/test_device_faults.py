@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.types.errors import InvalidRequestError, OutOfMemoryError
+from mlx_parallm.types.errors import DeviceLostError, InvalidRequestError, OutOfMemoryError
 from mlx_parallm.worker.device.faults import LATE, drain_device
 from mlx_parallm.worker.ops import Load, Op, Pending
 from mlx_parallm.worker.worker import Device, Tensors, Worker
@@ -212,3 +212,32 @@ def test_an_error_that_a_model_noted_is_not_noted_again(
         note_and_fail()
     assert calls == ["synchronize"]
     assert recovered(worker) == ([1, 1] if error is LATE_ERROR else [0, 0])
+
+
+@pytest.mark.parametrize("num_failures", [0, 1, 99])
+def test_a_device_that_computes_nothing_any_more_is_lost(
+    num_failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an illegal access of memory, every later call of CUDA in the process fails."""
+    left = [num_failures]
+
+    def fail(*_: object) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    worker = worker_of("a")
+    error = RuntimeError("cudaGraphLaunch failed: an illegal memory access was encountered")
+    names = ("eval",) if num_failures < 2 else ("eval", "synchronize", "clear_cache")
+    for name in names:
+        monkeypatch.setattr(mx, name, fail)
+    with pytest.raises(RuntimeError):
+        run(worker, Work(model="a", fails="wait", error=error))
+    monkeypatch.undo()
+    if num_failures > 1:
+        # It stays lost, and all models have heard of it.
+        assert recovered(worker) == [1]
+        with pytest.raises(DeviceLostError, match="illegal memory access"):
+            worker.faults.check()
+    else:
+        worker.faults.check()
