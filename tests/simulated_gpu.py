@@ -155,12 +155,22 @@ class _SimulatedStep(StepInFlight):
 
 
 def simulated_engine(
-    gpu: SimulatedGpu, config: SchedulerConfig, tracer: StepTracer | None = None
+    gpu: SimulatedGpu,
+    config: SchedulerConfig,
+    tracer: StepTracer | None = None,
+    *,
+    default_stall_ms: float | None = None,
 ) -> GenerationEngine:
     """Return an engine of the simulated device."""
     kv = KVCacheManager(gpu.info.num_blocks, gpu.info.block_size, enable_prefix_caching=False)
     return GenerationEngine(
-        Scheduler(config, kv, max_model_len=gpu.info.max_model_len, pads=gpu.costs.pads),
+        Scheduler(
+            config,
+            kv,
+            max_model_len=gpu.info.max_model_len,
+            pads=gpu.costs.pads,
+            default_stall_ms=default_stall_ms,
+        ),
         gpu,
         ByteTokenizer(),
         EngineMetrics(MetricFamilies(), "bench", gpu.info),

@@ -162,6 +162,7 @@ def make_engine(
     step_tokens: int = STEP_TOKENS,
     kv_cache_dtype: str = "auto",
     stall_ms: float | None = None,
+    default_stall_ms: float | None = None,
     tracer: StepTracer | None = None,
     speculative: SpeculativeConfig | None = None,
     draft: RandomModel | None = None,
@@ -181,6 +182,7 @@ def make_engine(
         step_tokens: the token budget of a step.
         kv_cache_dtype: the dtype of cached KV.
         stall_ms: see ``--max-decode-stall-ms``.
+        default_stall_ms: see ``Scheduler``.
         tracer: notified of every step.
         speculative: its speculative decoding; None for none.
         draft: with which draft model.
@@ -200,7 +202,7 @@ def make_engine(
         max_decode_stall_ms=stall_ms,
     )
     shapes, heads = kv_shapes(layouts), query_heads(loaded.config)
-    backend = choose_backend(cache, shapes, heads, is_bounded=stall_ms is not None).backend
+    backend = choose_backend(cache, shapes, heads, is_bounded=bool(stall_ms)).backend
     plan = plan_kv(layouts, loaded.config, cache, config, max_model_len, backend)
     num_blocks = plan.wanted_blocks if kv_tokens is None else -(-kv_tokens // plan.block_size)
     drafting = None if draft is None else _draft_model(draft, cache, num_blocks)
@@ -242,6 +244,7 @@ def make_engine(
         keeps_states=info.keeps_states,
         speculative=speculative_for(speculative, info, "bench"),
         pads=runner.prepares_shapes,
+        default_stall_ms=default_stall_ms,
     )
     steps = None
     if warms_up:

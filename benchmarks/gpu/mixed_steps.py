@@ -27,6 +27,7 @@ from benchmarks.gpu.step_profile import SHAPE, Profile
 from benchmarks.gpu.store import about_run
 from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.bench.statistics import percentile
+from mlx_parallm.generation.assembly import CUDA_STALL_MS
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from tests.builders.random_models import RandomModel
 
@@ -68,9 +69,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True, help="the file of results")
     parser.add_argument("--budget-s", type=float, default=100.0, help="seconds in all")
     parser.add_argument("--shrink", action="store_true", help="sizes for a CPU")
-    parser.add_argument("--bounds", type=float, nargs="*", default=[0.0, 55.0], help="ms; 0: none")
+    parser.add_argument("--bounds", nargs="*", default=["0", "default"], help="ms; 0: none")
     parser.add_argument("--loads", nargs="*", default=list(LOADS), help="how their names begin")
-    parser.add_argument("--no-steps", action="store_true", help="loads only")
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="of the steps")
     options = parser.parse_args()
     until_s = time.perf_counter() + options.budget_s
     profile = Profile(options.json, options.budget_s)
@@ -86,18 +87,19 @@ def main() -> int:
             max_model_len=ROOM,
             kv_tokens=(bench.sizes.batch(MOST_ROWS) + SPARE) * ROOM,
             step_tokens=BUDGET,
-            stall_ms=bound or None,
+            stall_ms=None if bound == "default" else float(bound),
+            default_stall_ms=CUDA_STALL_MS,
             tracer=log,
             warms_up=not options.shrink,
         ) as (engine, _):
             stepped = Stepped(bench, model, engine, log)
             print(f"bound {bound}: ready after {time.perf_counter() - started:.1f} s", flush=True)
-            if not bound and not options.no_steps:
-                for rows in ROWS:
+            if bound == "0":
+                for rows in options.rows:
                     profile.add(f"steps of {rows}", 2, partial(mixed_steps, stepped, rows))
             for name in names:
                 run = partial(loop, stepped, LOADS[name], until_s)
-                profile.add(f"bound {bound:g}, {name}", 3, run)
+                profile.add(f"bound {bound}, {name}", 3, run)
     return 0
 
 

@@ -51,7 +51,7 @@ SERVERS: Mapping[str, ServerKind] = {
     "engine": ServerKind(("--engine-process",)),
     "http2": ServerKind(("--api-server-count", "2")),
     "http4": ServerKind(("--api-server-count", "4")),
-    "bounded": ServerKind(("--engine-process", "--max-decode-stall-ms", "55")),
+    "unbounded": ServerKind(("--engine-process", "--max-decode-stall-ms", "0")),
     "dp2": ServerKind(("--data-parallel-size", "2", "--api-server-count", "4"), num_engines=2),
 }
 #: ``PREPARED``: what the log has once an idle server has run a step of each shape.

@@ -110,7 +110,7 @@ class LocalLife(EngineLife):
             families=self._families,
             worker=worker,
             beside=self._beside(worker, self._families),
-            max_stall_s=None if stall_ms is None else stall_ms / 1e3,
+            max_stall_s=stall_ms / 1e3 if stall_ms else None,
             clock=self._clock,
         )
         try:

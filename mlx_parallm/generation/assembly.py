@@ -55,6 +55,8 @@ from mlx_parallm.worker.weights.revision import folder_revision
 logger = logging.getLogger(__name__)
 # CUDA_TOKEN_BUDGET: tokens of a step that keep an NVIDIA GPU busy; other devices take too long.
 CUDA_TOKEN_BUDGET = 2048
+# CUDA_STALL_MS: bound of a step with decode rows on an NVIDIA GPU, in ms, if none is given.
+CUDA_STALL_MS = 50.0
 # DIVIDED: why a model over ranks stays in memory, after its name.
 DIVIDED = "is divided among ranks, which load their models when the server starts."
 # SMALL_BATCH_SIZE: most sequences that decode for which proposals pay on the CPU, where every row
@@ -354,6 +356,7 @@ def _engine(
         num_tower_stages=info.num_tower_stages,
         has_sources=InputKind.SOURCE in info.input_kinds,
         pads=runner.prepares_shapes,
+        default_stall_ms=CUDA_STALL_MS if backend_name() == "cuda" else None,
     )
     policies.users = scheduler
     live = LiveWeights(

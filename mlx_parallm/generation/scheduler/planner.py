@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 
-from mlx_parallm.config import SchedulerConfig
-from mlx_parallm.engine.turns import TARGET_SHARE
-from mlx_parallm.generation.inputs.runs import StageAllowance
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.beams.live import LiveBeams
 from mlx_parallm.generation.scheduler.restore import Restorer
@@ -15,26 +12,14 @@ from mlx_parallm.generation.scheduler.sequence import Sequence
 from mlx_parallm.generation.scheduler.snapshotting import Snapshotter
 from mlx_parallm.generation.scheduler.speculating import Speculator
 from mlx_parallm.generation.scheduler.starting import Starter
-from mlx_parallm.generation.scheduler.step_cost import (
-    MIN_CHUNK,
-    PrefillAllowance,
-    StageCost,
-    StepCost,
-    StepWork,
-)
+from mlx_parallm.generation.scheduler.step_cost import MIN_CHUNK
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
+from mlx_parallm.generation.scheduler.step_times import STAGES_SHARE, StepTimes
 from mlx_parallm.generation.scheduler.waiting import WaitingQueue
-from mlx_parallm.types.step import ScheduledBatch
 
 # CHUNK_SHARE: a prompt gets at most this share of the token budget before all others had theirs, so
 # that a long prompt does not delay short ones. The rest of the budget goes to unfinished prompts.
 CHUNK_SHARE = 4
-# STAGES_SHARE: computing inputs gets this share of the token budget, or of the time that decode
-# rows can wait for, while prompts can be prefilled too.
-STAGES_SHARE = 0.5
-# OBSERVED: without a bound one in so many steps that only decode is observed.
-OBSERVED = 8
-DEFAULT_TOKEN_BUDGET = 1024
 
 
 class Planner:
@@ -44,14 +29,12 @@ class Planner:
         beams: the requests with beams.
         starter: starts waiting sequences.
         num_preemptions: how often a sequence was sent back to wait.
-        cost: what steps were measured to take; None if nothing depends on it.
-        stage_cost: what computing inputs was measured to add to them.
         token_budget: most tokens of a step.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts of a scheduler
+    def __init__(
         self,
-        config: SchedulerConfig,
+        times: StepTimes,
         kv: KVCacheManager,
         waiting: WaitingQueue,
         running: RunningSet,
@@ -59,20 +42,9 @@ class Planner:
         snapshotter: Snapshotter,
         *,
         max_model_len: int,
-        num_tower_stages: int = 1,
-        pads: bool = False,
     ) -> None:
-        # Every decode row must fit: a step without room for all of them would starve some.
-        self.token_budget = max(
-            config.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET, config.max_num_seqs
-        )
-        bound_ms = config.max_decode_stall_ms
-        self._bound_s = 0.0 if bound_ms is None else TARGET_SHARE * bound_ms / 1e3
-        # The stages of towers are bounded by what prefill takes, also without a bound.
-        has_tower = num_tower_stages > 1
-        self.cost = StepCost(pads=pads) if has_tower or bound_ms is not None else None
-        self.stage_cost = StageCost()
-        self._num_unobserved = 0
+        self.token_budget = times.token_budget
+        self._times = times
         self._kv = kv
         self._waiting = waiting
         self._running = running
@@ -111,8 +83,8 @@ class Planner:
         self._compute_inputs(plan, is_first=True)
         has_others = len(plan.num_tokens) < len(self._running)
         prefilling = [each for each in self._running if has_others and each.is_prefilling]
-        if self._bound_s and plan.num_tokens and (prefilling or len(self._waiting)):
-            plan.allowance = self._allowance(plan)
+        if self._times.bound_s and plan.num_tokens and (prefilling or len(self._waiting)):
+            plan.allowance = self._times.prefill(plan)
         num_running = len(self._running)
         chunk = self._chunk(plan, prefilling)
         self._plan_prefill(plan, chunk, prefilling)
@@ -276,32 +248,6 @@ class Planner:
             else:
                 self._preempt(sequence)
 
-    def observe(self, batch: ScheduledBatch, seconds: float, *, is_end_known: bool = True) -> None:
-        """Learn from a step that took ``seconds``; see ``StepCost.observe``."""
-        tiers, moves = self._kv.tiers, batch.moves
-        if moves.moves_rows:
-            return
-        # Rows of one token come first, and most steps have no others.
-        rows = batch.sequences
-        has_prompts = bool(rows) and len(rows[-1].token_ids) > 1
-        if self.cost is None and (tiers is None or not has_prompts):
-            return
-        work = StepWork.of((row.start, len(row.token_ids)) for row in rows)
-        if tiers is not None and work.prefill_tokens >= MIN_CHUNK and not moves.stages:
-            tiers.fetches.computing.observe(work.prefill_tokens, seconds)
-        if self.cost is None:
-            return
-        if moves.tokens:
-            rows_s = self.cost.predict(work)
-            self.stage_cost.observe(moves.tokens, moves.begun_tokens, seconds, rows_s)
-            if tiers is not None and seconds > rows_s:
-                tiers.fetches.encoding.observe(moves.tokens, seconds - rows_s)
-            return
-        self._num_unobserved += 1
-        if self._bound_s or work.prefill_tokens or self._num_unobserved >= OBSERVED:
-            self._num_unobserved = 0
-            self.cost.observe(work, seconds, is_end_known=is_end_known)
-
     def _compute_inputs(self, plan: StepPlan, *, is_first: bool) -> None:
         """Plan stages of the inputs that running sequences wait for.
 
@@ -313,7 +259,8 @@ class Planner:
         if not cost or (not is_first and plan.num_tokens and cost > plan.budget_left):
             return
         if plan.stages is None:
-            plan.stages = self._stage_allowance(plan, cost)
+            begins, has_prompts = runs.begins_next, self._has_prompts()
+            plan.stages = self._times.stages(plan, cost, begins=begins, has_prompts=has_prompts)
         before = plan.stages.taken
         plan.has_new_products |= runs.advance(plan.stages)
         taken = plan.stages.taken - before
@@ -321,43 +268,11 @@ class Planner:
         most = math.inf if plan.stages.is_whole else STAGES_SHARE * self.token_budget
         plan.spend(min(taken, most))
 
-    def _stage_allowance(self, plan: StepPlan, cost: int) -> StageAllowance:
-        """Return how much of inputs the step computes; ``cost`` is that of the next run.
-
-        Without decode rows that is the budget, or a share of it beside prompts. Decode rows wait as
-        long as the bound allows or, without one, as long as for the prefill of as many tokens, up
-        to a share of the budget. Where prompts are never long, the rows may also wait as long as
-        they take themselves, which at most doubles the time between their tokens, unless other
-        models' streams wait too.
-        """
-        share = STAGES_SHARE if self._has_prompts() else 1.0
-        if not plan.has_streams or self.cost is None:
-            most = share * self.token_budget
-            return StageAllowance(min(most, plan.budget_left), most, is_whole=True)
-        number = min(cost, self.token_budget)
-        known_s = self.cost.prefill_s + self.cost.chunk_s(0, number)
-        rows_s = self.cost.predict(plan.work)
-        seconds = share * (self._bound_s - rows_s) if self._bound_s else known_s or math.inf
-        begun = cost if self._running.input_runs.begins_next else 0
-        most = min(self.stage_cost.tokens_within(seconds, begun), STAGES_SHARE * self.token_budget)
-        if not (self._bound_s or known_s or plan.is_shared):
-            most = max(most, self.stage_cost.tokens_within(rows_s, begun))
-        # A step computes a few stages of a run, so the run itself may be large.
-        return StageAllowance(most, max(self.token_budget, most), is_whole=False)
-
     def _has_prompts(self) -> bool:
         """Return True if there are prompts that could be prefilled now."""
         return len(self._waiting) > 0 or any(
             sequence.is_prefilling and not sequence.is_blocked for sequence in self._running
         )
-
-    def _allowance(self, plan: StepPlan) -> PrefillAllowance:
-        """Return how much prefill the decode rows planned so far can wait for."""
-        assert self.cost is not None, "a time is bounded"
-        stages_s = 0.0
-        if plan.stages is not None:
-            stages_s = self.stage_cost.predict(plan.stages.taken, plan.stages.begun)
-        return PrefillAllowance(self.cost, plan.work, self._bound_s - stages_s)
 
     def _chunk(self, plan: StepPlan, prefilling: list[Sequence]) -> int:
         """Return a prompt's first chunk: a share of the budget, or of what fits the time bound."""

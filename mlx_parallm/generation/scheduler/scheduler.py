@@ -20,6 +20,7 @@ from mlx_parallm.generation.scheduler.sequence import RowInFlight
 from mlx_parallm.generation.scheduler.snapshotting import Snapshotter
 from mlx_parallm.generation.scheduler.speculating import KeptSlots, Speculator, take_copies
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
+from mlx_parallm.generation.scheduler.step_times import StepTimes
 from mlx_parallm.generation.scheduler.updates import (
     SchedulerStats,
     SequenceUpdate,
@@ -54,6 +55,7 @@ class Scheduler:
         has_sources: bool = False,
         snapshot_tokens: int = STATE_SNAPSHOT_TOKENS,
         pads: bool = False,
+        default_stall_ms: float | None = None,
     ) -> None:
         """Begin without requests.
 
@@ -68,6 +70,8 @@ class Scheduler:
             has_sources: True if the model is an encoder-decoder.
             snapshot_tokens: see ``CacheConfig``.
             pads: True if the runner pads the tokens of a step, see ``padded_tokens``.
+            default_stall_ms: the bound of a step with decode rows, where ``config`` has none; None
+                for no bound.
         """
         has_snapshots = kv.snapshots is not None
         assert not has_state or has_snapshots or not kv.enable_prefix_caching, "states are not kept"
@@ -84,16 +88,21 @@ class Scheduler:
             kept = KeptSlots(config.max_num_seqs + kv.num_snapshot_slots, keeps_states)
         self._speculator = speculative and Speculator(speculative, kv, self._max_len, kept)
         self._snapshotter = Snapshotter(kv, snapshot_tokens, has_state=has_state)
-        self._planner = Planner(
+        self._times = StepTimes(
             config,
+            kv.tiers,
+            has_tower=num_tower_stages > 1,
+            pads=pads,
+            default_stall_ms=default_stall_ms,
+        )
+        self._planner = Planner(
+            self._times,
             kv,
             self._waiting,
             self._running,
             self._speculator,
             self._snapshotter,
             max_model_len=self._max_len,
-            num_tower_stages=num_tower_stages,
-            pads=pads,
         )
         self._room = StepRoom(
             max_len=self._max_len,
@@ -174,7 +183,7 @@ class Scheduler:
             seconds: from the end of the step before, or its own begin, until its end was seen.
             is_end_known: False if it may have ended before that.
         """
-        self._planner.observe(batch, seconds, is_end_known=is_end_known)
+        self._times.observe(batch, seconds, is_end_known=is_end_known)
 
     def has_work(self) -> bool:
         """Return True if any request has not ended, or blocks are to be saved."""

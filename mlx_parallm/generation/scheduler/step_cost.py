@@ -170,8 +170,19 @@ class PrefillAllowance:
     decode rows are.
     """
 
-    def __init__(self, cost: StepCost, decode: StepWork, bound_s: float) -> None:
+    def __init__(
+        self, cost: StepCost, decode: StepWork, bound_s: float, least_tokens: int = 0
+    ) -> None:
+        """Prepare.
+
+        Args:
+            cost: predicts what the step takes.
+            decode: the work of its decode rows.
+            bound_s: seconds that it may take.
+            least_tokens: prompt tokens that it may have however long they take.
+        """
         self._cost = cost
+        self._least_tokens = least_tokens
         self._decode_tokens = decode.decode_tokens
         least = cost.predict(decode) + cost.prefill_s
         self._seconds = max(bound_s - least, LEAST_SHARE * min(cost.prefill_s, bound_s))
@@ -184,8 +195,8 @@ class PrefillAllowance:
 
         Those of all prompts together are one of few numbers, unless a prompt ends.
         """
-        most = self._taken + self._cost.chunk_within(start, self._seconds, self._tokens)
-        rows = self._decode_tokens
+        within = self._cost.chunk_within(start, self._seconds, self._tokens)
+        most, rows = max(self._taken + within, self._least_tokens), self._decode_tokens
         # Shape bucketing: MLX's CUDA backend pays once per new shape, so counts are rounded.
         if self._cost.pads:
             # Padding takes as long as tokens do.

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from benchmarks.closed_loop import Load, run_load
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.generation.scheduler.step_cost import StepWork
+from mlx_parallm.generation.scheduler.step_times import LEAST_BUDGET
 from mlx_parallm.types.shape_buckets import padded_tokens
 from tests.simulated_gpu import GpuCosts, SimulatedGpu, VirtualClock, h200_8b, simulated_engine
 
@@ -70,6 +71,33 @@ def test_a_bound_leaves_the_device_no_more_idle(submits: str) -> None:
         times = run_load(engine, load, vocab_size=250, clock=gpu.clock)
         shares[bound_ms] = sum(taken for _, taken in gpu.steps) / times.seconds
     assert shares[BOUND_MS] >= shares[None] - 0.02
+
+
+@pytest.mark.parametrize("times_as_slow", [1, 30])
+@pytest.mark.parametrize("pads", [False, True])
+def test_a_default_bound_leaves_prompts_most_of_the_budget(
+    times_as_slow: int, *, pads: bool
+) -> None:
+    costs = replace(COSTS, device_s=lambda work: times_as_slow * h200_8b(work), pads=pads)
+    gpu = SimulatedGpu(costs, VirtualClock())
+    config = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=1024)
+    engine = simulated_engine(gpu, config, default_stall_ms=20.0)
+    # No prompt ends before the last step with prompts.
+    run_load(engine, Load(24, 4000, 400, 24), vocab_size=250, clock=gpu.clock)
+    full = [step for step in mixed(gpu) if step[0].decode_tokens < 23]
+    assert full
+    least = LEAST_BUDGET * config.max_num_batched_tokens  # type: ignore[operator]
+    assert min(work.prefill_tokens for work, _ in full) >= 0.75 * least
+    if times_as_slow > 1:
+        assert max(work.prefill_tokens for work, _ in full) <= least + 256
+
+
+def test_a_bound_of_zero_is_none() -> None:
+    gpu = SimulatedGpu(COSTS, VirtualClock())
+    config = SchedulerConfig(max_num_batched_tokens=1024, max_decode_stall_ms=0)
+    engine = simulated_engine(gpu, config, default_stall_ms=0.001)
+    run_load(engine, Load(8, 2000, 100, 8), vocab_size=250, clock=gpu.clock)
+    assert any(num_tokens(step) == 1024 for step in mixed(gpu))
 
 
 @given(

@@ -241,7 +241,7 @@ def _attention(
         replace(cache, kv_cache_dtype=spec.config.kv_cache_dtype or cache.kv_cache_dtype),
         kv_shapes(layouts),
         query_heads(loaded.config) // num_parts,
-        is_bounded=settings.max_decode_stall_ms is not None,
+        is_bounded=bool(settings.max_decode_stall_ms),
         chosen=None if chosen is None else chosen.attention,
         ranks=loader.ranks,
         has_bias=has_bias(layouts),
