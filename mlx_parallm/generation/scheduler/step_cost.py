@@ -56,12 +56,16 @@ class StepWork:
     @classmethod
     def of(cls, rows: Iterable[tuple[int, int]]) -> StepWork:
         """Return the work of rows of ``(first position, tokens)``."""
-        tokens, context = [0, 0], [0.0, 0.0]
+        decode = prefill = 0
+        read = attended = 0.0
         for start, count in rows:
-            kind = count >= MIN_CHUNK
-            tokens[kind] += count
-            context[kind] += count * (start + count / 2)
-        return cls(tokens[0], context[0], tokens[1], context[1])
+            if count < MIN_CHUNK:
+                decode += count
+                read += count * (start + count / 2)
+            else:
+                prefill += count
+                attended += count * (start + count / 2)
+        return cls(decode, read, prefill, attended)
 
     def is_like(self, other: StepWork) -> bool:
         """Return True if the steps have about as many prefill tokens."""
