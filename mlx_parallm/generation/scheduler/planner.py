@@ -275,12 +275,17 @@ class Planner:
         )
 
     def _chunk(self, plan: StepPlan, prefilling: list[Sequence]) -> int:
-        """Return a prompt's first chunk: a share of the budget, or of what fits the time bound."""
+        """Return a prompt's first chunk: a share of the budget, or of what fits the time bound.
+
+        Within a bound it may be as large as without one, up to half of what fits, so that most
+        prompts are computed in one step.
+        """
+        chunk = max(1, self.token_budget // CHUNK_SHARE)
         if plan.allowance is None:
-            return max(1, self.token_budget // CHUNK_SHARE)
+            return chunk
         longest = max((sequence.num_computed for sequence in prefilling), default=0)
-        room = plan.allowance.room(longest)
-        return max(MIN_CHUNK, min(room, self.token_budget) // CHUNK_SHARE)
+        room = min(plan.allowance.room(longest), self.token_budget)
+        return max(MIN_CHUNK, room // CHUNK_SHARE, min(chunk, room // 2))
 
     def _plan_prefill(self, plan: StepPlan, chunk: int, prefilling: list[Sequence]) -> None:
         """Add the best prompt, then prompts that one chunk completes, then the other long ones.
