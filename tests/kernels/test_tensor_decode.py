@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.kernels.kernel import kernel_text
+from mlx_parallm.kernels.kernel import KernelText, kernel_text
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.attention.kernels import TEXTS
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
@@ -25,6 +26,10 @@ pytestmark = pytest.mark.slow
 BFLOAT: dict[str, Any] = {"dtype": mx.bfloat16}
 #: ``PLAIN`` has several warps, tiles of a warp, items of a row, and query heads.
 PLAIN = Case(sequences=((90, 1), (300, 1), (2, 1), (0, 1)), **BFLOAT)
+#: ``LONG`` has three tiles of each of many warps.
+LONG = replace(PLAIN, sequences=((90, 1), (620, 1), (0, 1)))
+#: ``MANY``: so many rows that no keys are cut, and threadgroups have few warps.
+MANY = Case(sequences=((90, 1),) * 35, heads=4, kv_heads=4, sinks=True, **BFLOAT)
 CASES = (
     PLAIN,
     Case(sequences=((70, 1), (33, 1)), heads=16, key_dim=128, **BFLOAT),
@@ -33,8 +38,8 @@ CASES = (
     Case(sequences=((200, 1),), value_dim=128, block_size=32, window=50, soft_cap=2.0, **BFLOAT),
     Case(sequences=((300, 1), (5, 3)), sinks=True, **BFLOAT),
     Case(sequences=((40, 1),), heads=2, kv_heads=2, dtype=mx.float16),
-    # So many rows that no keys are cut.
-    Case(sequences=((70, 1),) * 40, heads=2, kv_heads=2, sinks=True, **BFLOAT),
+    LONG,
+    MANY,
 )
 OTHERS = (
     replace(PLAIN, dtype=mx.float32),
@@ -97,9 +102,39 @@ def test_a_mistake_shows(mistake: str) -> None:
     shim = TensorShim()
     # No keys are cut, so that warps take several tiles.
     shim.tuning = replace(shim.tuning, threadgroups=1)
-    assert is_right(shim, PLAIN)
+    assert is_right(shim, LONG)
     shim.mutate = lambda name, body: body.replace(right, wrong) if "_decode_" in name else body
-    assert not is_right(shim, PLAIN)
+    assert not is_right(shim, LONG)
+
+
+@pytest.mark.parametrize(("case", "warps"), [(PLAIN, 12), (MANY, 4)], ids=str)
+def test_few_threadgroups_have_many_warps(case: Case, warps: int) -> None:
+    require_compiler()
+    shim = SizedShim()
+    trial, backend = Trial(case), KernelAttention(case.block_size, shim)
+    # The first run compiles and tries all kernels.
+    trial.run(backend, trial.fill(backend))
+    shim.warps.clear()
+    trial.run(backend, trial.fill(backend))
+    assert set(shim.warps) == {warps}
+
+
+class SizedShim(TensorShim):
+    """Notes how many warps the threadgroups of decode kernels have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warps: list[int] = []
+
+    def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Any:
+        kernel = super().make(text, dtypes)
+
+        def noted(**options: Any) -> list[mx.array]:
+            if "_decode_" in text.name:
+                self.warps.append(options["threadgroup"][0] // 32)
+            return kernel(**options)
+
+        return noted
 
 
 def test_weights_are_not_rounded_to_16_bits() -> None:

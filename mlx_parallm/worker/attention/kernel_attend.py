@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.kernel import Kernel
+from mlx_parallm.kernels.kernel import Kernel, Residency
 from mlx_parallm.kernels.language import Tuning
 from mlx_parallm.worker.attention.base import Scores
 from mlx_parallm.worker.attention.decode_plan import DecodePlan
@@ -28,6 +28,12 @@ TENSOR_HEADS = 8
 # many as the memory takes. LEAST_KEYS of an item: with fewer, to merge takes longer than it saves.
 TENSOR_THREADGROUPS = 264
 LEAST_KEYS = 512
+# MANY_WARPS of a threadgroup where a processor has one threadgroup at most: tiles of a row follow
+# each other in a warp, and each takes a microsecond. Registers leave room for one such threadgroup.
+# MAX_SUMS: bytes of the warps' sums in shared memory.
+MANY_WARPS = 12
+PROCESSORS = 132
+MAX_SUMS = 40 << 10
 _INPUTS = ("queries", "items", "tables", "previous")
 _PARTS = ("part_sums", "part_stats")
 
@@ -86,9 +92,10 @@ class AttendKind:
         return math.gcd(keys, layout.block_size)
 
     @property
-    def threads(self) -> int:
-        """Return the threads of a threadgroup."""
-        return self.tuning.warps * WARP
+    def many_warps(self) -> int:
+        """Return the warps of a tensor-core threadgroup where there are few threadgroups."""
+        sums = -(-self.share // self.parts) * self.layout.shape.value_dim * mx.float32.size
+        return max(min(MANY_WARPS, MAX_SUMS // sums), self.tuning.warps)
 
     @property
     def suits_tensor_cores(self) -> bool:
@@ -120,17 +127,22 @@ class AttendKernels:
             self._division = Division(
                 kind.heads_per_item, min(TENSOR_THREADGROUPS, kind.tuning.threadgroups), LEAST_KEYS
             )
+        # The warps of threadgroups: where there are many of these, and where there are few.
+        self._warps = (kind.tuning.warps, kind.tuning.warps)
+        if self._text != "attend.metal":
+            self._warps = (kind.tuning.warps, kind.many_warps)
         self._builder = builder
-        self._made: dict[str, Kernel] = {}
+        self._made: dict[tuple[str, int], Kernel] = {}
         self._is_prepared = False
         # These are needed by every layer of every step.
         self._per_item = kind.heads_per_item
-        self._threads = kind.threads
 
     def begin(self) -> None:
         """Start to compile all kernels, in the background where the language allows it."""
-        for name in ("attend", "split", "merge"):
-            self._kernel(name)
+        self._kernel("merge", self._warps[0])
+        for warps in self._warps:
+            self._kernel("attend", warps)
+            self._kernel("split", warps)
 
     def prepare(self, pool: KernelPool) -> None:
         """Compile and run all kernels once; it takes seconds that streams would wait for later."""
@@ -145,7 +157,13 @@ class AttendKernels:
         scores = Scores(kind.scale, sinks=sinks, distance_bias=bias)
         item, table = mx.array([[0, 0, 0, 1, 0][: 4 + kind.has_bias]]), mx.array([[0]])
         works = (Work(item, None), Work(item, mx.array([[0, 1]])))
-        mx.eval([self._attend(pool, work, table, 1, queries, scores) for work in works])
+        mx.eval(
+            [
+                self._attend(pool, work, table, 1, queries, scores, warps)
+                for warps in self._warps
+                for work in works
+            ]
+        )
 
     def run(
         self,
@@ -157,7 +175,9 @@ class AttendKernels:
         """Return the attention of the plan's short rows, ``[R, H, 1, V]``."""
         kind = self._kind
         work = plan.work(scores.window, self._division, kind.has_bias)
-        return self._attend(pool, work, plan.tables, plan.num_rows, queries, scores)
+        many, few = self._warps
+        warps = few if work.items.shape[0] * self._per_item <= PROCESSORS else many
+        return self._attend(pool, work, plan.tables, plan.num_rows, queries, scores, warps)
 
     def _attend(
         self,
@@ -167,6 +187,7 @@ class AttendKernels:
         num_rows: int,
         queries: mx.array,
         scores: Scores,
+        warps: int,
     ) -> mx.array:
         kind, shape = self._kind, self._kind.layout.shape
         bias = [] if scores.distance_bias is None else [scores.distance_bias]
@@ -175,16 +196,18 @@ class AttendKernels:
         output = (num_rows, kind.heads, 1, shape.value_dim)
         grid = work.items.shape[0] * self._per_item
         if work.spans is None:
-            return self._launch("attend", [*inputs, *sinks], [(output, shape.dtype)], grid)[0]
+            outputs = [(output, shape.dtype)]
+            return self._launch("attend", [*inputs, *sinks], outputs, grid, warps)[0]
         rows = work.items.shape[0] * kind.heads
         parts = [((rows, shape.value_dim), mx.float32), ((rows, 2), mx.float32)]
-        sums, stats = self._launch("split", inputs, parts, grid)
+        sums, stats = self._launch("split", inputs, parts, grid, warps)
         return self.merge([sums, stats, work.spans, *sinks], output)
 
     def merge(self, inputs: list[mx.array], output: tuple[int, ...]) -> mx.array:
         """Merge ``inputs``: sums ``[P * H, V]``, stats ``[P * H, 2]``, spans, and sinks, if any."""
-        dtype = self._kind.layout.shape.dtype
-        return self._launch("merge", inputs, [(output, dtype)], output[0] * self._kind.heads)[0]
+        outputs = [(output, self._kind.layout.shape.dtype)]
+        grid = output[0] * self._kind.heads
+        return self._launch("merge", inputs, outputs, grid, self._warps[0])[0]
 
     def _launch(
         self,
@@ -192,34 +215,37 @@ class AttendKernels:
         inputs: list[mx.array],
         outputs: list[tuple[tuple[int, ...], mx.Dtype]],
         threadgroups: int,
+        warps: int,
     ) -> list[mx.array]:
-        return self._kernel(name)(
+        return self._kernel(name, warps)(
             inputs=inputs,
             output_shapes=[shape for shape, _ in outputs],
             output_dtypes=[dtype for _, dtype in outputs],
-            grid=(threadgroups * self._threads, 1, 1),
-            threadgroup=(self._threads, 1, 1),
+            grid=(threadgroups * warps * WARP, 1, 1),
+            threadgroup=(warps * WARP, 1, 1),
         )
 
-    def _kernel(self, name: str) -> Kernel:
-        kernel = self._made.get(name)
+    def _kernel(self, name: str, warps: int) -> Kernel:
+        key = name, warps
+        kernel = self._made.get(key)
         if kernel is None:
-            kernel = self._made[name] = self._builder.kernel(
-                self._spec(name), self._constants(name)
-            )
+            kernel = self._made[key] = self._builder.kernel(self._spec(*key), self._constants(*key))
         return kernel
 
-    def _spec(self, name: str) -> KernelSpec:
+    def _spec(self, name: str, warps: int) -> KernelSpec:
         sinks = ("sinks",) if self._kind.has_sinks else ()
         bias = ("bias",) if self._kind.has_bias else ()
         inputs = (*_INPUTS, *self._kind.layout.pools, *bias)
+        # A thread of a large threadgroup has fewer registers than the compiler would give it.
+        residency = None if warps == self._warps[0] else Residency(0, warps * WARP)
         if name == "split":
-            return KernelSpec(self._text, inputs, _PARTS, self._headers)
+            return KernelSpec(self._text, inputs, _PARTS, self._headers, residency=residency)
         if name == "merge":
             return KernelSpec("merge.metal", (*_PARTS, "spans", *sinks), ("output",))
-        return KernelSpec(self._text, (*inputs, *sinks), ("output",), self._headers)
+        inputs = (*inputs, *sinks)
+        return KernelSpec(self._text, inputs, ("output",), self._headers, residency=residency)
 
-    def _constants(self, name: str) -> dict[str, Constant]:
+    def _constants(self, name: str, warps: int) -> dict[str, Constant]:
         kind, layout = self._kind, self._kind.layout
         return {
             "T": layout.shape.dtype,
@@ -232,7 +258,7 @@ class AttendKernels:
             "TILE": kind.tile,
             "SCORE_LANES": max(kind.tuning.score_lanes, WARP // kind.tile),
             "VALUE_LANES": lanes_for(layout.shape.value_dim, kind.vector),
-            "WARPS": kind.tuning.warps,
+            "WARPS": warps,
             "SPLIT": name == "split",
             "SINKS": kind.has_sinks,
             "BIAS": kind.has_bias,
