@@ -29,7 +29,14 @@ from mlx_parallm.worker.attention.base import LayerShape
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from mlx_parallm.worker.attention.reference import ReferenceAttention
-from mlx_parallm.worker.layers.packed_kernel import PackedKernels
+from mlx_parallm.worker.layers.fused_blocks import fusion_error
+from mlx_parallm.worker.layers.packed import PackedProducts
+from mlx_parallm.worker.layers.packed_kernel import (
+    MAX_ERROR,
+    Around,
+    PackedKernels,
+    kernels_error,
+)
 from mlx_parallm.worker.layers.packed_kernel import why_not as why_not_packed
 from mlx_parallm.worker.layers.packing import MXFP4, Packing
 from tests.builders.kernel_cases import TOLERANCES, Case, Trial
@@ -48,6 +55,11 @@ REPEATS = 10
 
 # PACKED_DEPTHS: lengths of rows; more and less than what threadgroups load at once.
 PACKED_DEPTHS = (1024, 4096, 12288)
+#: ``PACKED_WIDTHS``: rows of weights, fewer and more than all threadgroups take at once. With an
+#: odd number, rows of outputs begin within a word.
+PACKED_WIDTHS = (40, 201, 4097, 12290)
+#: ``AROUNDS``: what is computed around products of one row.
+AROUNDS = (Around(1e-6), Around(1e-6, gates=True), Around(adds=True))
 #: ``ROWS``: decode rows of very different lengths and a few tokens of one sequence.
 ROWS = ((300, 1), (1000, 1), (4, 7), (0, 1), (2047, 1))
 MIXED = ((200, 1), (0, 33), (700, 1), (64, 100), (9, 3))
@@ -128,10 +140,25 @@ def check_packed(language: KernelLanguage) -> int:
     packings = [Packing(bits, size) for bits in (4, 8) for size in (32, 64, 128)]
     for packing, depth in itertools.product((*packings, Packing(4, 32, MXFP4)), PACKED_DEPTHS):
         for dtype in (mx.bfloat16,) if packing.mode == MXFP4 else (mx.bfloat16, mx.float16):
-            reason = why_not_packed(PackedKernels(language), packing, dtype, depth)
+            kernels = PackedKernels(language)
+            reason = why_not_packed(kernels, packing, dtype, depth)
+            if reason is None:
+                error = max(packed_errors(kernels, packing, dtype, depth))
+                reason = None if error <= MAX_ERROR else f"error of {error:.4f}"
             failed += reason is not None
             print(f"{reason or 'ok'}  {packing}, {dtype}, rows of {depth}", flush=True)
     return failed
+
+
+def packed_errors(
+    kernels: PackedKernels, packing: Packing, dtype: mx.Dtype, depth: int
+) -> Iterator[float]:
+    """Yield the errors of products of other widths than a load tries, alone and fused."""
+    yield kernels_error(kernels, packing, dtype, depth, PACKED_WIDTHS)
+    packed = PackedProducts(packing, depth, "cuda")
+    packed.kernels = kernels
+    for around, width in itertools.product(AROUNDS, PACKED_WIDTHS):
+        yield fusion_error(packed, dtype, around, 2 * width)
 
 
 def check_copies(language: KernelLanguage) -> int:

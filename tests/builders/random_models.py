@@ -18,6 +18,7 @@ from mlx_parallm.worker.layers.attention_heads import use_head_kernels
 from mlx_parallm.worker.layers.block_kernels import BlockKernels, use_block_kernels
 from mlx_parallm.worker.layers.delta_net import NetKernels, use_net_kernels
 from mlx_parallm.worker.layers.expert_kernel import ExpertKernel, use_expert_layers
+from mlx_parallm.worker.layers.fused_blocks import use_fused_blocks
 from mlx_parallm.worker.layers.packed import begin_packed_kernels, use_packed_kernels
 from mlx_parallm.worker.layers.packed_kernel import PackedKernels
 from mlx_parallm.worker.layers.packing import AFFINE
@@ -209,6 +210,7 @@ def flatten(model: RandomModel) -> None:
         use_net_kernels(model.model, NetKernels(CudaLanguage()))
         use_head_kernels(model.model, CudaLanguage())
         use_block_kernels(model.model, BlockKernels(CudaLanguage()))
+        use_fused_blocks(model.model)
 
 
 def stock_model(config: dict[str, Any]) -> Any:

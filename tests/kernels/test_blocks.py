@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.activations import swiglu
 
 from mlx_parallm.kernels.kernel import kernel_text
 from mlx_parallm.worker.layers.block_kernels import (
@@ -16,6 +17,7 @@ from mlx_parallm.worker.layers.block_kernels import (
     MAX_SIZE,
     BlockKernels,
     gate_error,
+    gated,
     norm_error,
     run_block,
     why_no_gate,
@@ -122,8 +124,20 @@ def test_a_norm_of_another_type_than_its_rows_is_left_to_mlx() -> None:
     block: Any = nn.Module()
     block.post_attention_layernorm = norm
     block.input_layernorm = nn.Identity()
-    block.self_attn = lambda x, _mask, _cache: 2 * x
-    block.mlp = lambda x: x
     block["_kernels"] = None
     x = mx.random.normal((3, 1, 64), mx.bfloat16, key=mx.random.key(2))
-    assert mx.array_equal(run_block(block, x, None, None).total, 3 * x + norm(3 * x))
+    output = run_block(block, x, lambda rows: 2 * rows, lambda rows: rows).total
+    assert mx.array_equal(output, 3 * x + norm(3 * x))
+
+
+@pytest.mark.parametrize("kinds", [(mx.bfloat16, mx.float32), (mx.float16, mx.bfloat16)], ids=str)
+def test_gates_of_another_type_than_what_they_multiply_are_left_to_mlx(
+    kinds: tuple[mx.Dtype, mx.Dtype],
+) -> None:
+    mlp: Any = nn.Module()
+    mlp.gate_proj, mlp.up_proj = nn.Linear(16, 64, bias=False), nn.Linear(16, 64, bias=False)
+    for layer, dtype in zip((mlp.gate_proj, mlp.up_proj), kinds, strict=True):
+        layer.set_dtype(dtype)
+    mlp["_kernels"] = BlockKernels(CudaShim())
+    x = mx.random.normal((3, 1, 16), mx.float16, key=mx.random.key(2))
+    assert mx.array_equal(gated(mlp, x), swiglu(mlp.gate_proj(x), mlp.up_proj(x)))

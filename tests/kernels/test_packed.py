@@ -11,6 +11,8 @@ from mlx_parallm.worker.layers.packed_kernel import (
     PackedKernels,
     Rows,
     Tiles,
+    Vectors,
+    split_variant_for,
     variant_for,
     variants_of,
     why_not,
@@ -39,7 +41,7 @@ def error(
     shim: TensorShim,
     packing: Packing,
     dtype: mx.Dtype,
-    variant: Rows | Tiles,
+    variant: Rows | Vectors | Tiles,
     rows: int,
     width: int,
     depth: int,
@@ -48,6 +50,9 @@ def error(
     x = mx.random.normal((rows, 1, depth), dtype, key=mx.random.key(2))
     arrays = packed(packing, dtype, width, depth)
     actual = PackedKernels(shim).product(x, arrays, packing, variant)
+    if isinstance(variant, Tiles) and variant.splits > 1:
+        assert actual.dtype == mx.float32
+        actual = actual.sum(axis=0).astype(dtype)
     assert actual.shape == (rows, 1, width)
     assert actual.dtype == dtype
     wanted = x.astype(mx.float32) @ packing.unpacked(arrays, mx.float32).T
@@ -64,13 +69,27 @@ def error(
         (Tiles(rows=32, wide=128, slabs=2, stages=4), 40, 72, 1024),  # two tiles of rows
         (Rows(wide=16, warps=4, span=2048, stages=1), 3, 9, 1024),
         (Tiles(rows=16, wide=64, slabs=1, stages=4), 5, 71, 1024),  # as a vocabulary may be
+        (Tiles(rows=64, wide=192, slabs=1, stages=4), 40, 200, 1024),  # x is no whole turns
+        (Tiles(rows=16, wide=64, slabs=1, stages=4, splits=3), 11, 72, 4096),
+        (Vectors(rows=1, depth=3072, warps=2, ahead=4, resident=1), 1, 72, 3072),
+        (Vectors(rows=1, depth=1024, warps=4, ahead=16, resident=1), 1, 71, 1024),
+        (Vectors(rows=2, depth=1024, warps=2, ahead=8, resident=1), 2, 40, 1024),
+        (Vectors(rows=2, depth=1024, warps=8, ahead=4, resident=1), 1, 23, 1024),
     ],
     ids=str,
 )
 def test_products_are_right(
-    packing: Packing, dtype: mx.Dtype, variant: Rows | Tiles, rows: int, width: int, depth: int
+    packing: Packing,
+    dtype: mx.Dtype,
+    variant: Rows | Vectors | Tiles,
+    rows: int,
+    width: int,
+    depth: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     require_compiler()
+    # Threadgroups of ``vectors.cu`` take several panels where there are more than these.
+    monkeypatch.setattr("mlx_parallm.worker.layers.packed_kernel.PROCESSORS", 2)
     shim = TensorShim()
     shim.order = (rows + packing.bits) % len(ORDERS)
     assert error(shim, packing, dtype, variant, rows, width, depth) < 0.01
@@ -86,10 +105,12 @@ def test_unpacked_weights_are_those_of_mlx(packing: Packing, dtype: mx.Dtype) ->
     assert mx.abs(actual - wanted).max() <= 0.01 * mx.abs(wanted).max()
 
 
-SMALL: dict[str, tuple[Rows | Tiles, int, int, int]] = {
+SMALL: dict[str, tuple[Rows | Vectors | Tiles, int, int, int]] = {
     "rows": (Rows(wide=16, warps=2, span=512, stages=2), 2, 16, 2560),
     # The last of 16 chunks is in the first of 5 stages, where sums are written too.
     "tiles": (Tiles(rows=16, wide=64, slabs=1, stages=5), 16, 64, 1024),
+    # Six warps have four of ten chunks, two at a time, and three panels.
+    "vectors": (Vectors(rows=1, depth=5120, warps=3, ahead=8, resident=1), 1, 40, 5120),
 }
 
 
@@ -106,10 +127,20 @@ SMALL: dict[str, tuple[Rows | Tiles, int, int, int]] = {
         ("tiles", "await_fetches<STAGES - 3>", "await_fetches<STAGES - 2>"),
         ("tiles", "await_tiles<1>();", "await_tiles<2>();"),
         ("tiles", "c < STAGES - 2; c++", "c < STAGES - 1; c++"),
+        ("vectors", "}\n__syncthreads();\n#if MXFP4", "}\n#if MXFP4"),
+        ("vectors", "}\n__syncthreads();\nconst int row", "}\nconst int row"),
+        ("vectors", "(panel - begin) % 2 *", "0 *"),
+        ("vectors", "is_last ? next_rows[1] : rows[1]", "rows[1]"),
+        ("vectors", "sum - odd * (15.0f / 16.0f)", "sum"),
+        ("vectors", "quad % ROWS * LINE", "quad % 2 * LINE"),
+        ("vectors", "? own_x", "|| true ? own_x"),
     ],
 )
-def test_a_mistake_shows(name: str, right: str, wrong: str) -> None:
+def test_a_mistake_shows(
+    name: str, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     require_compiler()
+    monkeypatch.setattr("mlx_parallm.worker.layers.packed_kernel.PROCESSORS", 1)
     shim = TensorShim()
     bodies: list[str] = []
 
@@ -131,19 +162,60 @@ def test_a_mistake_shows(name: str, right: str, wrong: str) -> None:
     assert bodies
 
 
+@pytest.mark.parametrize("packing", [Q4, Q8, FP4], ids=str)
+def test_numbers_beyond_float16_are_multiplied(packing: Packing) -> None:
+    """One row is multiplied in float16, whose range is smaller than that of bfloat16."""
+    require_compiler()
+    depth, arrays = 1024, packed(packing, mx.bfloat16, 24, 1024)
+    sizes = mx.power(10.0, mx.repeat(mx.arange(-30, 34, 4), 64)).astype(mx.bfloat16)
+    x = mx.random.normal((1, 1, depth), mx.bfloat16, key=mx.random.key(4))
+    plain = packing.unpacked(arrays, mx.float32)
+    # Spans of one size each, so that none hides another one's error.
+    for first in range(0, depth, 64):
+        part = mx.where((mx.arange(depth) - first) // 64 == 0, x * sizes, 0)
+        actual = PackedKernels(TensorShim()).product(
+            part, arrays, packing, Vectors(1, depth, warps=2, ahead=4, resident=1)
+        )
+        wanted = part.astype(mx.float32) @ plain.T
+        assert mx.abs(actual - wanted).max() <= 0.01 * mx.abs(wanted).max()
+
+
+@pytest.mark.parametrize("special", [float("inf"), float("nan")])
+def test_what_is_no_number_stays_none(special: float) -> None:
+    require_compiler()
+    x = mx.ones((1, 1, 1024), mx.bfloat16)
+    x[0, 0, 700] = special
+    actual = PackedKernels(TensorShim()).product(
+        x, packed(Q4, mx.bfloat16, 24, 1024), Q4, Vectors(1, 1024, 2, 4, 1)
+    )
+    assert not mx.isfinite(actual).any()
+
+
 @pytest.mark.parametrize(("packing", "dtype"), FORMATS, ids=str)
 def test_variants_fit_a_processor_and_take_their_rows(packing: Packing, dtype: mx.Dtype) -> None:
     form = Format(packing, dtype)
-    for _, variant in variants_of(form):
+    for _, variant in variants_of(form, 4096):
         residency = variant.residency(form)
         # Each threadgroup takes 1 KB more; a thread has at most 255 of 65,536 registers.
         assert residency.threadgroups * (residency.shared_bytes + 1024) <= 228 * 1024
         assert residency.threads * residency.threadgroups <= 1024
     for width in (4096, 24576):
-        assert isinstance(variant_for(form, 8, width), Rows)
-        assert isinstance(variant_for(form, 9, width), Tiles)
-        assert isinstance(variant_for(form, 512, width), Tiles)
-        assert variant_for(form, 513, width) is None
+        assert isinstance(variant_for(form, 1, width, 4096), Vectors)
+        assert isinstance(variant_for(form, 3, width, 4096), Rows)
+        # Rows that are too long for shared memory.
+        assert isinstance(variant_for(form, 1, width, 1 << 16), Rows)
+        assert isinstance(variant_for(form, 8, width, 4096), Rows)
+        assert isinstance(variant_for(form, 9, width, 4096), Tiles)
+        assert isinstance(variant_for(form, 512, width, 4096), Tiles)
+        assert variant_for(form, 513, width, 4096) is None
+    splits = split_variant_for(form, 32, 4096, 8192)
+    assert splits is not None
+    assert splits.splits > 1
+    assert split_variant_for(form, 32, 24576, 8192) is None
+    assert split_variant_for(form, 32, 4096, splits.splits * form.scale_span) is not None
+    assert split_variant_for(form, 32, 4096, form.scale_span) is None
+    assert split_variant_for(form, 8, 4096, 8192) is None
+    assert split_variant_for(form, 513, 4096, 8192) is None
 
 
 @pytest.mark.parametrize("shape", [(3, 1), (20, 1), (4, 5), (520, 1)], ids=str)

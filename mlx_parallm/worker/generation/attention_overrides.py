@@ -13,14 +13,17 @@ wrong, the packed path is refused, and the next path runs the module's own code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_parallm.worker.generation.paged_cache import PackedStep, PagedLayerCache
-from mlx_parallm.worker.layers.attention_heads import LAYERS, inputs_of, settings_of
+from mlx_parallm.worker.layers.attention_heads import LAYERS, columns_of, inputs_of, settings_of
 from mlx_parallm.worker.layers.block_kernels import BLOCKS, MLPS, run_block, run_mlp
+from mlx_parallm.worker.layers.fused_blocks import fused_block
+from mlx_parallm.worker.layers.packed_kernel import MAX_VECTORS
+from mlx_parallm.worker.layers.row_layers import Columns
 
 Override = Callable[..., mx.array | None]
 
@@ -76,24 +79,57 @@ def attention_of_made_heads(
         return None
     if not isinstance(cache, PagedLayerCache) or not cache.makes_heads(x.dtype):
         return None
+    attended = _attended(step, module, columns_of(module, x), mask, cache)
+    return module.o_proj(attended.reshape(len(x), 1, -1))
+
+
+def _attended(
+    step: PackedStep, module: Any, columns: Sequence[Columns], mask: Any, cache: PagedLayerCache
+) -> mx.array:
+    """Return what the heads of a marked layer attend to, ``[T, heads, 1, D]``."""
     settings = settings_of(module)
     assert settings is not None, "the layer was marked"
-    queries = cache.make_heads(settings, inputs_of(module, x, cache.offset))
+    queries = cache.make_heads(settings, inputs_of(module, columns, cache.offset))
     output = step.attend(queries, cache.keys, scale=module.scale, mask=mask, sinks=None)
     assert output is not None, "the cache has made its pool known to the step"
-    return module.o_proj(output.reshape(x.shape[0], 1, -1))
+    return output
 
 
 def block_of_kernels(
     step: PackedStep, module: Any, x: mx.array, mask: Any = None, cache: Any = None
 ) -> mx.array | None:
-    """Return a block's output, whose residuals and norms are one kernel; None without kernels."""
+    """Return a block's output, whose residuals and norms are one kernel; None without kernels.
+
+    Products of packed weights compute what is between them for few rows, and leave sums of parts to
+    the kernel of residuals for more.
+    """
     if "_kernels" not in module or module.training or not isinstance(cache, PagedLayerCache):
         return None
-    before = step.residual
-    step.residual = run_block(
-        module, x, mask, cache, before if before is not None and before.total is x else None
-    )
+    before, step.residual = step.residual, None
+    if before is None or before.total is not x:
+        before = None
+    fused = fused_block(module, x) if cache.makes_heads(x.dtype) else None
+    attention = module.self_attn
+
+    def attended(columns: Sequence[Columns]) -> mx.array:
+        return _attended(step, attention, columns, mask, cache)
+
+    if fused is None:
+        step.residual = run_block(
+            module, x, lambda rows: attention(rows, mask, cache), module.mlp, before
+        )
+    elif len(x) <= MAX_VECTORS:
+        return fused.after_attention(attended(fused.columns(x)), x)
+    else:
+        step.residual = run_block(
+            module,
+            x,
+            lambda rows: fused.output.parts(
+                attended(columns_of(attention, rows)).reshape(len(rows), 1, -1)
+            ),
+            fused.mlp,
+            before,
+        )
     return step.residual.total
 
 

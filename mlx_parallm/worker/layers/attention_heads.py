@@ -7,12 +7,13 @@ their attention. Each costs the host some microseconds, and the device a launch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from mlx_parallm.kernels.language import KernelLanguage
@@ -21,7 +22,7 @@ from mlx_parallm.worker.attention.base import LayerShape
 from mlx_parallm.worker.attention.heads import HeadInputs, HeadSettings
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.device.kernel_trial import KernelTrials, largest_error, why_off
-from mlx_parallm.worker.layers.row_layers import called_part
+from mlx_parallm.worker.layers.row_layers import Columns, called_part
 
 #: ``LAYERS``: mlx_lm's attention layers of this form, by module and class name.
 LAYERS = frozenset(
@@ -55,7 +56,8 @@ def use_head_kernels(
         settings = settings_of(layer) if kind in LAYERS else None
         if settings is None:
             continue
-        shape = _shape(layer), settings, "scales" in layer.q_proj
+        arrays = cast("list[tuple[str, mx.array]]", tree_flatten(layer.parameters()))
+        shape = _shape(layer), settings, tuple(str(array.dtype) for _, array in arrays)
         if trial.agree(shape, partial(why_not, backend, layer)):
             layer["_makes_heads"] = True
             marked += 1
@@ -82,11 +84,13 @@ def settings_of(layer: Any) -> HeadSettings | None:
     )
 
 
-def inputs_of(layer: Any, x: mx.array, positions: mx.array) -> HeadInputs:
-    """Return what the heads of rows ``x``, ``[T, 1, hidden]``, are made of."""
-    columns = [
-        called_part(module, x).columns for module in (layer.q_proj, layer.k_proj, layer.v_proj)
-    ]
+def columns_of(layer: Any, x: mx.array) -> list[Columns]:
+    """Return the queries, keys and values of rows ``x``, ``[T, 1, hidden]``."""
+    return [called_part(module, x).columns for module in (layer.q_proj, layer.k_proj, layer.v_proj)]
+
+
+def inputs_of(layer: Any, columns: Sequence[Columns], positions: mx.array) -> HeadInputs:
+    """Return what a layer's heads are made of: columns of queries, keys and values."""
     first, second, third = (part.first for part in columns)
     return HeadInputs(
         products=[part.matrix for part in columns],
@@ -116,7 +120,7 @@ def heads_error(backend: KernelAttention, layer: Any) -> float:
     x = mx.random.normal((len(STARTS), 1, _width(layer)), key=mx.random.key(0)).astype(shape.dtype)
     positions = mx.array(STARTS, mx.int32)
     queries = backend.make_heads(
-        pool, backend.plan(sequences), settings, inputs_of(layer, x, positions)
+        pool, backend.plan(sequences), settings, inputs_of(layer, columns_of(layer, x), positions)
     )
     keys, values = backend.gather(pool, mx.array(tables))
     rows = mx.arange(len(STARTS))

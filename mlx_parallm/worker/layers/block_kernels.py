@@ -6,6 +6,7 @@ MLX runs two operations for each, and SwiGLU over columns of one product reads t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +31,8 @@ MAX_SIZE = NORM_WARPS * WARP * VECTOR * 8
 DTYPES = (mx.bfloat16, mx.float16)
 # MAX_ERROR is in parts of the largest value: a rounding or two of 16-bit numbers.
 MAX_ERROR = 0.01
+#: ``Layer`` computes the output of a layer of a block.
+Layer = Callable[[mx.array], mx.array]
 # ROWS of a trial.
 ROWS = 3
 _MODULES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -54,25 +57,42 @@ class BlockKernels:
     def add_norm(
         self, x: mx.array, change: mx.array, weight: mx.array, epsilon: float
     ) -> tuple[mx.array, mx.array]:
-        """Return ``x + change`` and its RMSNorm; both arguments are ``[T, 1, N]``."""
-        size = x.shape[-1]
-        constants: dict[str, Constant] = {
-            "T": x.dtype,
-            "SIZE": size,
-            "VEC": VECTOR,
-            "WARPS": NORM_WARPS,
-            "EPSILON": float(epsilon),
-        }
+        """Return ``x + change`` and its RMSNorm; both arguments are ``[T, 1, N]``.
+
+        The change may be parts in float32, ``[S, T, 1, N]``, that are still to be added.
+        """
         spec = KernelSpec("add_norm.cu", ("x", "change", "weight"), ("sum", "normalised"), HEADERS)
+        constants = {"NORM": 1, "EPSILON": float(epsilon)}
+        total, normalised = self._added(spec, constants, x, [change, weight])
+        return total, normalised
+
+    def add_parts(self, x: mx.array, parts: mx.array) -> mx.array:
+        """Return ``x``, ``[T, 1, N]``, plus the sum of parts in float32, ``[S, T, 1, N]``."""
+        spec = KernelSpec("add_norm.cu", ("x", "change"), ("sum",), HEADERS)
+        return self._added(spec, {"NORM": 0}, x, [parts])[0]
+
+    def _added(
+        self, spec: KernelSpec, constants: dict[str, Constant], x: mx.array, others: list[mx.array]
+    ) -> list[mx.array]:
+        kernel = self._builder.kernel(
+            spec,
+            {
+                "T": x.dtype,
+                "SIZE": x.shape[-1],
+                "VEC": VECTOR,
+                "WARPS": NORM_WARPS,
+                "PARTS": int(others[0].ndim > x.ndim),
+                **constants,
+            },
+        )
         threads = NORM_WARPS * WARP
-        total, normalised = self._builder.kernel(spec, constants)(
-            inputs=[x, change, weight],
-            output_shapes=[x.shape, x.shape],
-            output_dtypes=[x.dtype, x.dtype],
+        return kernel(
+            inputs=[x, *others],
+            output_shapes=[x.shape for _ in spec.outputs],
+            output_dtypes=[x.dtype for _ in spec.outputs],
             grid=(x.shape[0] * threads, 1, 1),
             threadgroup=(threads, 1, 1),
         )
-        return total, normalised
 
     def gate(self, gates: Columns, numbers: Columns, size: int) -> mx.array:
         """Return ``silu(gates) * numbers``, ``[T, 1, size]``."""
@@ -121,7 +141,9 @@ def use_block_kernels(
                 for norm in (module.input_layernorm, module.post_attention_layernorm)
             )
         elif kind in MLPS:
-            shape = module.gate_proj.weight.shape, module.gate_proj.weight.dtype
+            projection = module.gate_proj
+            dtype = projection.get("scales", projection.weight).dtype
+            shape = projection.weight.shape, projection.weight.dtype, dtype
             is_right = gates.agree(shape, partial(why_no_gate, kernels, module))
         else:
             continue
@@ -136,7 +158,9 @@ class Residual:
     """The last sum of a block, lazy; the next block may compute it with its norm.
 
     Attributes:
-        total: ``hidden + change``, all ``[T, 1, N]``.
+        hidden: hidden states, ``[T, 1, N]``.
+        change: what is added to them, or parts of it in float32, ``[S, T, 1, N]``.
+        total: the sum.
     """
 
     hidden: mx.array
@@ -144,32 +168,40 @@ class Residual:
     total: mx.array
 
     @classmethod
-    def of(cls, hidden: mx.array, change: mx.array) -> Residual:
+    def of(cls, kernels: BlockKernels, hidden: mx.array, change: mx.array) -> Residual:
         """Return the sum of two arrays."""
-        return cls(hidden, change, hidden + change)
+        are_parts = change.ndim > hidden.ndim
+        total = kernels.add_parts(hidden, change) if are_parts else hidden + change
+        return cls(hidden, change, total)
 
 
 def run_block(
-    block: Any, x: mx.array, mask: Any, cache: Any, before: Residual | None = None
+    block: Any, x: mx.array, attention: Layer, mlp: Layer, before: Residual | None = None
 ) -> Residual:
     """Return the output of a marked block of mlx_lm.
 
-    ``before`` is that of the block before, if this one's input x is its total.
+    Args:
+        block: the block.
+        x: its hidden states, ``[T, 1, N]``.
+        attention: computes the block's attention of normalised rows, or parts of it.
+        mlp: computes the block's MLP of normalised rows, or parts of it.
+        before: the output of the block before, if x is its total.
     """
     kernels: BlockKernels = block["_kernels"]
     if before is None:
         normalised = block.input_layernorm(x)
     else:
         x, normalised = _add_norm(kernels, before, block.input_layernorm)
-    residual = Residual.of(x, block.self_attn(normalised, mask, cache))
+    residual = Residual.of(kernels, x, attention(normalised))
     hidden, normalised = _add_norm(kernels, residual, block.post_attention_layernorm)
-    return Residual.of(hidden, block.mlp(normalised))
+    return Residual.of(kernels, hidden, mlp(normalised))
 
 
 def _add_norm(kernels: BlockKernels, residual: Residual, norm: Any) -> tuple[mx.array, mx.array]:
     """Return a residual's total and the norm of it."""
     hidden, change = residual.hidden, residual.change
-    if norm.weight.dtype == hidden.dtype == change.dtype:
+    are_parts = change.ndim > hidden.ndim
+    if norm.weight.dtype == hidden.dtype and (are_parts or change.dtype == hidden.dtype):
         return kernels.add_norm(hidden, change, norm.weight, norm.eps)
     # The kernel reads all of them as numbers of one type.
     return residual.total, norm(residual.total)
@@ -177,9 +209,17 @@ def _add_norm(kernels: BlockKernels, residual: Residual, norm: Any) -> tuple[mx.
 
 def run_mlp(mlp: Any, x: mx.array) -> mx.array:
     """Return the output of a marked MLP of mlx_lm for rows, ``[T, 1, hidden]``."""
+    return mlp.down_proj(gated(mlp, x))
+
+
+def gated(mlp: Any, x: mx.array) -> mx.array:
+    """Return what the last layer of a marked MLP multiplies, for rows, ``[T, 1, hidden]``."""
     kernels: BlockKernels = mlp["_kernels"]
     gates, numbers = called_part(mlp.gate_proj, x), called_part(mlp.up_proj, x)
-    return mlp.down_proj(kernels.gate(gates.columns, numbers.columns, gates.output.shape[-1]))
+    if gates.output.dtype not in DTYPES or gates.output.dtype != numbers.output.dtype:
+        # The kernel reads both as numbers of one type, that of a trial.
+        return swiglu(gates.output, numbers.output)
+    return kernels.gate(gates.columns, numbers.columns, gates.output.shape[-1])
 
 
 def why_no_norm(kernels: BlockKernels, norm: Any) -> str | None:
@@ -199,9 +239,15 @@ def norm_error(kernels: BlockKernels, norm: Any) -> float:
         mx.random.normal((ROWS, 1, size), key=key).astype(dtype)
         for key in mx.random.split(mx.random.key(0))
     )
-    expected = x + change, norm(x + change)
-    actual = kernels.add_norm(x, change, norm.weight, norm.eps)
-    return max(map(largest_error, actual, expected))
+    total, normalised = x + change, norm(x + change)
+    # A half of a 16-bit number is one too, if it is no subnormal.
+    parts = mx.stack([change, change]).astype(mx.float32) / 2
+    actual = [
+        *kernels.add_norm(x, change, norm.weight, norm.eps),
+        *kernels.add_norm(x, parts, norm.weight, norm.eps),
+        kernels.add_parts(x, parts),
+    ]
+    return max(map(largest_error, actual, [total, normalised, total, normalised, total]))
 
 
 def why_no_gate(kernels: BlockKernels, mlp: Any) -> str | None:

@@ -15,10 +15,14 @@ import mlx.nn as nn
 from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.layers.packed_kernel import (
     DTYPES,
+    MAX_VECTORS,
+    Around,
     Format,
     PackedKernels,
     Rows,
     Tiles,
+    Vectors,
+    split_variant_for,
     variant_for,
     why_not,
     why_unsupported,
@@ -75,6 +79,47 @@ class PackedProducts:
             arrays = [_in_float32(array) for array in arrays]
         return self._product(rows, arrays).astype(dtype).reshape(*x.shape[:-1], -1)
 
+    def around(
+        self, x: mx.array, arrays: Sequence[mx.array], around: Around, others: Sequence[mx.array]
+    ) -> mx.array:
+        """Return the product of few rows with what is computed around it, ``[T, 1, N]``.
+
+        Args:
+            x: up to ``MAX_VECTORS`` rows of K numbers; their first axis is T.
+            arrays: the weight's, in the order of ``Packing.names``.
+            around: what is computed; ``can_surround`` is true.
+            others: inputs of that, in the order of ``Around.inputs``.
+        """
+        variant = self._variant(x.dtype, len(x), len(arrays[0]))
+        assert self.kernels is not None, "see can_surround"
+        assert variant is not None, "see can_surround"
+        return self.kernels.product(x, arrays, self.packing, variant, around, others)
+
+    def parts(self, x: mx.array, arrays: Sequence[mx.array]) -> mx.array:
+        """Return the product of rows ``[T, 1, K]``, or parts of it that are still to be added.
+
+        Threadgroups then divide the depth, because the weight has too few rows for all of them.
+        Parts are float32, ``[S, T, 1, N]``, and the product is their sum, rounded.
+        """
+        variant = None
+        if self._kernels_for(x.dtype) is not None:
+            form = Format(self.packing, x.dtype)
+            variant = split_variant_for(form, x.shape[0], len(arrays[0]), self.depth)
+        if variant is None or self.kernels is None:
+            return self(x, arrays)
+        return self.kernels.product(x, arrays, self.packing, variant)
+
+    def begin(self, dtype: mx.Dtype, around: Around) -> None:
+        """Begin to compile what ``around`` needs for few rows, in the background if possible."""
+        for rows in range(1, MAX_VECTORS + 1):
+            variant = self._variant(dtype, rows, 1)
+            if variant is not None and self.kernels is not None:
+                self.kernels.kernel(Format(self.packing, dtype), variant, around)
+
+    def can_surround(self, dtype: mx.Dtype) -> bool:
+        """True if a kernel computes what stands around products of few rows of this dtype."""
+        return isinstance(self._variant(dtype, MAX_VECTORS, 1), Vectors)
+
     def _product(self, rows: mx.array, arrays: Sequence[mx.array]) -> mx.array:
         variant = self._variant(rows.dtype, len(rows), len(arrays[0]))
         if variant is not None and self.kernels is not None:
@@ -106,11 +151,11 @@ class PackedProducts:
     def _kernels_for(self, dtype: mx.Dtype) -> PackedKernels | None:
         return self.kernels if dtype in DTYPES else None
 
-    def _variant(self, dtype: mx.Dtype, rows: int, width: int) -> Rows | Tiles | None:
+    def _variant(self, dtype: mx.Dtype, rows: int, width: int) -> Rows | Vectors | Tiles | None:
         """Return the variant of a kernel that multiplies; None if there is none."""
         if self._kernels_for(dtype) is None:
             return None
-        return variant_for(Format(self.packing, dtype), rows, width)
+        return variant_for(Format(self.packing, dtype), rows, width, self.depth)
 
 
 def use_packed_kernels(
@@ -142,7 +187,7 @@ def begin_packed_kernels(model: nn.Module, kernels: PackedKernels, dtype: mx.Dty
     """Begin to compile the kernels for a model's packed layers, all at the same time."""
     for packed in packed_products(model):
         if why_unsupported(packed.packing, dtype, packed.depth) is None:
-            kernels.begin(Format(packed.packing, dtype))
+            kernels.begin(Format(packed.packing, dtype), packed.depth)
 
 
 def packed_products(model: nn.Module) -> list[PackedProducts]:

@@ -22,6 +22,7 @@ from mlx_parallm.types.shape_buckets import padded_rows
 from mlx_parallm.worker.device.kernel_trial import KernelTrials, ShapeTrials
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.layers.packed import PackedProducts
+from mlx_parallm.worker.layers.packed_kernel import Around
 from mlx_parallm.worker.layers.packing import WORD_BITS, Packing, packing_of
 from mlx_parallm.worker.layers.row_kernel import MAX_ROWS, RowKernel, why_not, why_unsupported
 from mlx_parallm.worker.layers.wrapped_calls import replace_class
@@ -130,6 +131,31 @@ class RowProduct:
         if not any(part is not None for part in self._outputs):
             self._input = None
         return output
+
+    def around(self, x: mx.array, around: Around, others: Sequence[mx.array]) -> mx.array:
+        """Return the product of few rows and packed weights, with what is computed around it.
+
+        All layers' columns are in it. See ``PackedProducts.around``.
+        """
+        if not self._is_current():
+            self._merge()
+        assert self._packed is not None, "weights are packed"
+        return self._packed.around(x, self.arrays, around, others)
+
+    def parts(self, x: mx.array) -> mx.array:
+        """Return the product of rows and packed weights, or parts of it that are to be added.
+
+        See ``PackedProducts.parts``.
+        """
+        if not self._is_current():
+            self._merge()
+        assert self._packed is not None, "weights are packed"
+        return self._packed.parts(x, self.arrays)
+
+    @property
+    def packed(self) -> PackedProducts | None:
+        """Return how packed weights are multiplied; None for plain ones."""
+        return self._packed
 
     def release(self) -> None:
         """Hold no weights until the next call."""
@@ -254,6 +280,18 @@ def part_of(layer: nn.Module, call: Callable[[mx.array], mx.array], x: mx.array)
     if product is not None and not layer.training and product.serves(x):
         return product.take_part(layer["_index"], x)
     return _own_part(call(x))
+
+
+def product_of(layers: Sequence[nn.Module]) -> RowProduct | None:
+    """Return the product of these layers and no others; None if there is none.
+
+    There is none either if calls of a layer are wrapped, for adapters, or in training mode.
+    """
+    product: RowProduct | None = layers[0].get("_product")
+    if product is None or any(type(layer) not in ROW_LAYERS.values() for layer in layers):
+        return None
+    is_alike = [id(layer) for layer in layers] == [id(layer) for layer in product.layers]
+    return product if is_alike and not any(layer.training for layer in layers) else None
 
 
 def called_part(layer: nn.Module, x: mx.array) -> Part:

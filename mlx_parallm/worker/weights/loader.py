@@ -36,6 +36,7 @@ from mlx_parallm.worker.layers.attention_heads import use_head_kernels
 from mlx_parallm.worker.layers.block_kernels import BlockKernels, use_block_kernels
 from mlx_parallm.worker.layers.delta_net import NetKernels, use_net_kernels
 from mlx_parallm.worker.layers.expert_kernel import ExpertKernel, use_expert_layers
+from mlx_parallm.worker.layers.fused_blocks import use_fused_blocks
 from mlx_parallm.worker.layers.packed import begin_packed_kernels, use_packed_kernels
 from mlx_parallm.worker.layers.packed_kernel import PackedKernels
 from mlx_parallm.worker.layers.row_kernel import RowKernel
@@ -243,6 +244,7 @@ def _cuda_kernels(loaded: LoadedModel, trials: KernelTrials | None) -> list[Call
         partial(use_net_kernels, model, NetKernels(language), trials),
         partial(use_head_kernels, model, language, trials),
         partial(use_block_kernels, model, BlockKernels(language), trials),
+        partial(use_fused_blocks, model, trials),
     ]
 
 

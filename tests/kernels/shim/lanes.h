@@ -14,6 +14,7 @@
 extern "C" {
 float cosf(float);
 float exp2f(float);
+float fabsf(float);
 float fmaxf(float, float);
 float fminf(float, float);
 float logf(float);

@@ -1,5 +1,6 @@
-// One threadgroup adds a row to the residual stream, and normalises the sum (RMSNorm). The sum and
-// the normalised numbers are rounded before the weight multiplies, as MLX's operations round.
+// One threadgroup adds a row to the residual stream, and normalises the sum (RMSNorm) if NORM. The
+// sum and the normalised numbers are rounded before the weight multiplies, as MLX's operations
+// round. With PARTS, the row is the sum of several float32 ones, and is rounded first.
 typedef Chunk<T, VEC> Piece;
 constexpr int THREADS = WARPS * 32;
 constexpr int EACH = (SIZE / VEC + THREADS - 1) / THREADS;
@@ -13,7 +14,27 @@ for (int e = 0; e < EACH; e++) {
   const int at = (e * THREADS + threadIdx.x) * VEC;
   if (at < SIZE) {
     const Piece one = *(const Piece*)(x + row + at);
+#if PARTS
+    float total[VEC] = {};
+    for (int p = 0; p < change_shape[0]; p++) {
+      const float* part = change + (Place)p * change_shape[1] * SIZE + row + at;
+#pragma unroll
+      for (int j = 0; j < VEC; j += 4) {
+        const Chunk<float, 4> four = *(const Chunk<float, 4>*)(part + j);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          total[j + i] += four.at[i];
+        }
+      }
+    }
+    Piece other;
+#pragma unroll
+    for (int i = 0; i < VEC; i++) {
+      other.at[i] = T(total[i]);
+    }
+#else
     const Piece other = *(const Piece*)(change + row + at);
+#endif
 #pragma unroll
     for (int i = 0; i < VEC; i++) {
       sums[e].at[i] = T(float(one.at[i]) + float(other.at[i]));
@@ -22,6 +43,7 @@ for (int e = 0; e < EACH; e++) {
     *(Piece*)(sum + row + at) = sums[e];
   }
 }
+#if NORM
 #pragma unroll
 for (int far = 1; far < 32; far *= 2) {
   squares += __shfl_xor_sync(0xffffffff, squares, far);
@@ -50,3 +72,4 @@ for (int e = 0; e < EACH; e++) {
     *(Piece*)(normalised + row + at) = scaled;
   }
 }
+#endif

@@ -1,7 +1,8 @@
 // One threadgroup multiplies WIDE rows of a packed weight with ROWS rows of x, by products of
 // warpgroups. A chunk of the depth comes to shared memory while earlier ones are multiplied, STAGES
 // of them at a time; values are unpacked into registers. Warpgroups divide the rows of the weight
-// and, by SLABS, the chunk: 64 numbers each. Sums of the same rows are added at the end.
+// and, by SLABS, the chunk: 64 numbers each. Sums of the same rows are added at the end. SPLITS
+// threadgroups divide the depth of the same rows: outputs are then float32, and another kernel adds.
 #if MXFP4
 using Format = Mxfp4<T>;
 #elif BITS == 4
@@ -32,20 +33,22 @@ const int num_rows = x_shape[0];
 const int depth = x_shape[2];
 const int width = weight_shape[0];
 const int columns = (width + WIDE - 1) / WIDE;
-const int first = blockIdx.x % columns * WIDE;
-const int base = blockIdx.x / columns * ROWS;
-const int chunks = depth / CHUNK;
+const int split = blockIdx.x % SPLITS;
+const int first = blockIdx.x / SPLITS % columns * WIDE;
+const int base = blockIdx.x / SPLITS / columns * ROWS;
+const int first_span = depth / SPAN * split / SPLITS;
+const int chunks = (depth / SPAN * (split + 1) / SPLITS - first_span) * (SPAN / CHUNK);
 
 // 1. Load chunks. Pieces are in such an order that lanes use different banks. Rows beyond the end
 // of x are zeros, those beyond the weight's end are read as the last one. A thread loads pieces
 // THREADS apart, of the same place in a row: where they begin is computed once.
 constexpr int X_STEP = X_SLAB < THREADS ? X_SLAB / 8 : THREADS / 8;  // rows
-constexpr int X_TURNS = X_SLAB < THREADS ? 1 : X_SLAB / THREADS;     // in a slab
+constexpr int X_TURNS = (X_SLAB + THREADS - 1) / THREADS;            // in a slab
 constexpr int X_SLABS = X_SLAB < THREADS ? THREADS / X_SLAB : 1;     // in a turn
 const int x_row = base + thread_index % X_SLAB / 8;
 const int x_to = thread_index ^ thread_index / 8 % 8;
 const T* x_from = x + (Place)min(x_row, num_rows - 1) * depth;
-x_from += thread_index / X_SLAB * 64 + thread_index % 8 * 8;
+x_from += thread_index / X_SLAB * 64 + thread_index % 8 * 8 + first_span * SPAN;
 constexpr int TURNS = (SLABS * SLAB + THREADS - 1) / THREADS;
 const Piece* from[TURNS];
 #pragma unroll
@@ -53,6 +56,7 @@ for (int j = 0; j < TURNS; j++) {
   const int i = j * THREADS + thread_index;
   const Place row = min(first + i % SLAB / PIECES, width - 1);
   from[j] = (const Piece*)weight + row * (depth / 128 * BITS) + i / SLAB * PIECES + i % PIECES;
+  from[j] += first_span * (SPAN / 64) * PIECES;
 }
 const int to = thread_index ^ thread_index / 8 % PIECES;
 const Place scale_row = min(first + thread_index % WIDE, width - 1);
@@ -72,7 +76,10 @@ const auto fetch_chunk = [&]() {
       const int rows = j % X_TURNS * X_STEP;
       const bool exists = x_row + rows < num_rows;
       const T* piece = x_from + (exists ? rows * depth : 0) + j / X_TURNS * X_SLABS * 64;
-      fetch(&stage[j * THREADS + x_to], (const Piece*)piece, exists);
+      const int slab = j / X_TURNS * max(X_SLAB, THREADS);
+      if (THREADS % X_SLAB == 0 || X_SLAB % THREADS == 0 || thread_index / 8 + rows < ROWS) {
+        fetch(&stage[slab + j % X_TURNS * THREADS + x_to], (const Piece*)piece, exists);
+      }
     }
     stage += SLABS * X_SLAB;
 #pragma unroll
@@ -86,7 +93,7 @@ const auto fetch_chunk = [&]() {
     if (fetched % (SPAN / CHUNK) == 0 && thread_index < ARRAYS * WIDE) {
       const int span = fetched / (SPAN / CHUNK);
       Piece* scale_to = ring + span % RING * ARRAYS * WIDE + thread_index;
-      fetch(scale_to, (const Piece*)scale_from + span, true);
+      fetch(scale_to, (const Piece*)scale_from + first_span + span, true);
     }
     fetched++;
     free_stage = free_stage + 1 == STAGES ? 0 : free_stage + 1;
@@ -196,7 +203,14 @@ for (int i = thread_index; i < ROWS * WIDE / 2; i += THREADS) {
       low += parts[(s * ROWS + row) * LINE + column];
       high += parts[(s * ROWS + row) * LINE + column + 1];
     }
-    T* to = out + (Place)(base + row) * width + first + column;
+    const Place place = ((Place)split * num_rows + base + row) * width + first + column;
+#if SPLITS > 1
+    out[place] = low;
+    if (first + column + 1 < width) {
+      out[place + 1] = high;
+    }
+#else
+    T* to = out + place;
     if (width % 2 == 0) {
       *(unsigned*)to = packed(low, high, T(0.0f));
     } else {
@@ -206,5 +220,6 @@ for (int i = thread_index; i < ROWS * WIDE / 2; i += THREADS) {
         to[1] = T(high);
       }
     }
+#endif
   }
 }

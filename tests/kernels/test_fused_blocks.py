@@ -1,0 +1,221 @@
+"""Blocks of packed weights whose products compute what is around them, for few rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_parallm.kernels.kernel import kernel_text
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.base import LayerPool, LayerShape
+from mlx_parallm.worker.attention.kernel_backend import KernelAttention
+from mlx_parallm.worker.attention.kernels import TEXTS
+from mlx_parallm.worker.device.kernel_trial import KernelTrials
+from mlx_parallm.worker.generation.paged_cache import PackedStep, PagedLayerCache
+from mlx_parallm.worker.generation.seam import ModelSeams
+from mlx_parallm.worker.layers.attention_heads import use_head_kernels
+from mlx_parallm.worker.layers.block_kernels import BlockKernels, use_block_kernels
+from mlx_parallm.worker.layers.fused_blocks import fused_block, use_fused_blocks, why_not
+from mlx_parallm.worker.layers.packed import PackedProducts, use_packed_kernels
+from mlx_parallm.worker.layers.packed_kernel import Around, PackedKernels, Tiles
+from mlx_parallm.worker.layers.packing import MXFP4, Packing
+from mlx_parallm.worker.layers.row_layers import use_row_layers
+from mlx_parallm.worker.layers.wrapped_calls import WrappedCalls
+from tests.builders.architectures.configs import config_of
+from tests.builders.random_models import stock_model
+from tests.kernels.shim_compile import require_compiler
+from tests.kernels.tensor_shim import TensorShim
+
+pytestmark = pytest.mark.slow
+
+Q4 = Packing(4, 64)
+FP4 = Packing(4, 32, MXFP4)
+NO_SIZES: Mapping[str, int] = MappingProxyType({})
+#: ``UNFUSED``: kernels that fused blocks do without.
+UNFUSED = ("blocks_add_norm", "blocks_gate")
+#: ``MISTAKES``: a part of the text, and a mistake in its place.
+MISTAKES = {
+    "a sum instead of a mean": ("square / DEPTH", "square"),
+    "no weight of the norm": ("* gain", ""),
+    "no epsilon": ("+ EPSILON", "+ 0.5f"),
+    "another base": ("-gate * LOG2E", "-gate"),
+    "the gate itself": ("* 16 + lane + 8]", "* 16 + lane]"),
+    "no residual": ("float(residual[to]) +", ""),
+    "the same squares for all warps": ("squares[r][w]", "squares[r][0]"),
+}
+#: ``SIZES``: as small as the kernels take.
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_hidden_layers": 2,
+}
+
+
+class CountedShim(TensorShim):
+    """Counts the kernels that run, by name without constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def make(self, text: Any, dtypes: Any = None) -> Any:
+        kernel, name = super().make(text, dtypes), text.name.rpartition("_")[0]
+
+        def counted(**options: Any) -> list[mx.array]:
+            self.counts[name] += 1
+            return kernel(**options)
+
+        return counted
+
+
+def packed_model(
+    packing: Packing, shim: TensorShim, name: str = "qwen3", sizes: Mapping[str, int] = NO_SIZES
+) -> Any:
+    """Return a tiny model with packed weights and all kernels except those of whole blocks."""
+    model = stock_model(config_of(name) | SIZES | dict(sizes))
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, packing.group_size, packing.bits, mode=packing.mode)
+    model.eval()
+    mx.eval(model.parameters())
+    use_row_layers(model, None)
+    # There is one for each length of rows.
+    assert use_packed_kernels(model, PackedKernels(shim), mx.bfloat16) == 1 + len(sizes)
+    assert use_head_kernels(model, shim)
+    assert use_block_kernels(model, BlockKernels(shim))
+    return model
+
+
+def outputs_of(model: Any, shim: TensorShim, rows: int = 1) -> np.ndarray:
+    """Return the logits of second tokens in packed forwards."""
+    backend = KernelAttention(16, shim)
+    shape = LayerShape(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.bfloat16)
+    pools: list[LayerPool] = [backend.new_pool(shape, rows) for _ in model.model.layers]
+    seams, logits = ModelSeams(model), mx.zeros(0)
+    for start, token in ((0, 3), (1, 9)):
+        sequences = [
+            ScheduledSequence(seq_id=i, slot=i, start=start, token_ids=(1,), block_table=(i,))
+            for i in range(rows)
+        ]
+        step = PackedStep.of(backend, sequences)
+        with seams.during(step):
+            caches = [PagedLayerCache(pool, None, step) for pool in pools]
+            logits = model(mx.array([[token]] * rows), cache=caches)
+    return np.array(logits.astype(mx.float32))
+
+
+@pytest.mark.parametrize(
+    ("packing", "name", "rows"),
+    [(Q4, "qwen3", 1), (Q4, "llama", 2), (Packing(8, 64), "qwen3", 2), (FP4, "llama", 1)],
+    ids=str,
+)
+def test_fused_blocks_compute_the_same_with_six_kernels(
+    packing: Packing, name: str, rows: int
+) -> None:
+    require_compiler()
+    shim = CountedShim()
+    model = packed_model(packing, shim, name)
+    wanted = outputs_of(model, shim, rows)
+    assert use_fused_blocks(model) == len(model.model.layers)
+    shim.counts.clear()
+    actual = outputs_of(model, shim, rows)
+    assert np.abs(actual - wanted).max() <= 0.02 * np.abs(wanted).max()
+    # Two forwards: four products of each block, and the head.
+    assert shim.counts["packed_vectors"] == 2 * (4 * len(model.model.layers) + 1)
+    assert not any(shim.counts[kind] for kind in UNFUSED)
+
+
+@pytest.mark.parametrize("rows", [3, 16])
+def test_blocks_of_more_rows_compute_the_same(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threadgroups divide the depth of narrow weights from 9 rows on, if it is long enough."""
+    require_compiler()
+    split = ((16, Tiles(16, 64, 1, 4, splits=2)),)
+    monkeypatch.setattr("mlx_parallm.worker.layers.packed_kernel.SPLIT_TILES", split)
+    shim = CountedShim()
+    model = packed_model(Q4, shim, sizes={"intermediate_size": 2048})
+    wanted = outputs_of(model, shim, rows)
+    assert use_fused_blocks(model)
+    shim.counts.clear()
+    actual = outputs_of(model, shim, rows)
+    assert np.abs(actual - wanted).max() <= 0.02 * np.abs(wanted).max()
+    # Two forwards. Kernels run when they are called here, even if nothing reads their outputs.
+    layers = len(model.model.layers)
+    sums = layers if rows > 8 else 0
+    assert shim.counts["blocks_add_norm"] == 2 * (2 * layers - 1 + sums)
+    assert shim.counts["blocks_gate"] == 2 * layers
+
+
+def test_wrapped_layers_are_called() -> None:
+    """Adapters and ranks wrap the calls of layers, whose products are then not their outputs."""
+    require_compiler()
+    shim = CountedShim()
+    model = packed_model(Q4, shim)
+    assert use_fused_blocks(model)
+    block = model.model.layers[0]
+    x = mx.zeros((1, 1, 512), mx.bfloat16)
+    assert fused_block(block, x) is not None
+    plain = outputs_of(model, shim)
+
+    def wrapped(original: Any) -> dict[str, Any]:
+        return {"__call__": lambda self, x: 1.5 * original.__call__(self, x)}
+
+    for module in (block.self_attn.o_proj, block.mlp.up_proj, block.mlp, block.input_layernorm):
+        with WrappedCalls([module], wrapped):
+            assert fused_block(block, x) is None
+            changed = outputs_of(model, shim)
+        assert np.abs(changed - plain).max() > 0.02 * np.abs(plain).max()
+    assert np.array_equal(outputs_of(model, shim), plain)
+
+
+def test_rows_of_another_type_run_as_usual() -> None:
+    require_compiler()
+    model = packed_model(Q4, shim := TensorShim())
+    assert use_fused_blocks(model)
+    assert fused_block(model.model.layers[0], mx.zeros((1, 1, 512), mx.float16)) is None
+    assert shim.order == 0
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_shows(mistake: str) -> None:
+    require_compiler()
+    right, wrong = MISTAKES[mistake]
+    assert kernel_text(TEXTS / "packed" / "vectors.cu").count(right) == 1
+    shim = TensorShim()
+    arounds = (Around(1e-5), Around(1e-5, gates=True), Around(adds=True))
+    assert not any(map(partial(why_not, products_of(shim), mx.bfloat16), arounds))
+    shim.mutate = lambda _, body: body.replace(right, wrong)
+    assert any(map(partial(why_not, products_of(shim), mx.bfloat16), arounds))
+
+
+def products_of(shim: TensorShim) -> PackedProducts:
+    products = PackedProducts(Q4, 512, "cuda")
+    products.kernels = PackedKernels(shim)
+    return products
+
+
+def test_a_wrong_kernel_is_not_used() -> None:
+    require_compiler()
+    shim = TensorShim()
+    model = packed_model(Q4, shim)
+    shim.mutate = lambda name, body: body.replace("+ EPSILON", "+ 0.5f")
+    trials = KernelTrials()
+    assert use_fused_blocks(model, trials) == 0
+    assert not all(trials.found.values())
+
+
+def test_layers_in_training_are_mlxs_own() -> None:
+    require_compiler()
+    model = packed_model(Q4, TensorShim())
+    assert use_fused_blocks(model)
+    model.train()
+    assert fused_block(model.model.layers[0], mx.zeros((1, 1, 512), mx.bfloat16)) is None
