@@ -130,8 +130,8 @@ class LLM:
             ),
             cache=cache or CacheConfig(),
             memory=memory or MemoryConfig(),
-            # The queue needs no limit: one caller waits for the whole list of prompts.
-            scheduler=scheduler or SchedulerConfig(max_waiting=0),
+            # The queue and the time of steps need no limit: one caller waits for all prompts.
+            scheduler=scheduler or SchedulerConfig(max_waiting=0, max_decode_stall_ms=0),
             speculative=speculative_config,
             logprobs_mode=logprobs_mode,
             seed=seed,
