@@ -29,10 +29,9 @@ from mlx_parallm.worker.attention.base import LayerShape
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from mlx_parallm.worker.attention.reference import ReferenceAttention
-from mlx_parallm.worker.layers.fused_blocks import fusion_error
+from mlx_parallm.worker.layers.fused_blocks import MAX_FUSED_ERROR, Fusion
 from mlx_parallm.worker.layers.packed import PackedProducts
 from mlx_parallm.worker.layers.packed_kernel import (
-    MAX_ERROR,
     Around,
     PackedKernels,
     kernels_error,
@@ -58,8 +57,8 @@ PACKED_DEPTHS = (1024, 4096, 12288)
 #: ``PACKED_WIDTHS``: rows of weights, fewer and more than all threadgroups take at once. With an
 #: odd number, rows of outputs begin within a word.
 PACKED_WIDTHS = (40, 201, 4097, 12290)
-#: ``AROUNDS``: what is computed around products of one row.
-AROUNDS = (Around(1e-6), Around(1e-6, gates=True), Around(adds=True))
+#: ``AROUNDS``: what is computed around products.
+AROUNDS = (Around(1e-6), Around(1e-6, gates=True), Around(adds=True), Around(gates=True))
 #: ``ROWS``: decode rows of very different lengths and a few tokens of one sequence.
 ROWS = ((300, 1), (1000, 1), (4, 7), (0, 1), (2047, 1))
 MIXED = ((200, 1), (0, 33), (700, 1), (64, 100), (9, 3))
@@ -144,7 +143,7 @@ def check_packed(language: KernelLanguage) -> int:
             reason = why_not_packed(kernels, packing, dtype, depth)
             if reason is None:
                 error = max(packed_errors(kernels, packing, dtype, depth))
-                reason = None if error <= MAX_ERROR else f"error of {error:.4f}"
+                reason = None if error <= MAX_FUSED_ERROR else f"error of {error:.4f}"
             failed += reason is not None
             print(f"{reason or 'ok'}  {packing}, {dtype}, rows of {depth}", flush=True)
     return failed
@@ -158,7 +157,7 @@ def packed_errors(
     packed = PackedProducts(packing, depth, "cuda")
     packed.kernels = kernels
     for around, width in itertools.product(AROUNDS, PACKED_WIDTHS):
-        yield fusion_error(packed, dtype, around, 2 * width)
+        yield Fusion(packed, around, dtype, 2 * width).error(2 * width)
 
 
 def check_copies(language: KernelLanguage) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +22,7 @@ from mlx_parallm.worker.generation.paged_cache import PackedStep, PagedLayerCach
 from mlx_parallm.worker.generation.seam import ModelSeams
 from mlx_parallm.worker.layers.attention_heads import use_head_kernels
 from mlx_parallm.worker.layers.block_kernels import BlockKernels, use_block_kernels
-from mlx_parallm.worker.layers.fused_blocks import fused_block, use_fused_blocks, why_not
+from mlx_parallm.worker.layers.fused_blocks import GATES, Fusion, fused_block, use_fused_blocks
 from mlx_parallm.worker.layers.packed import PackedProducts, use_packed_kernels
 from mlx_parallm.worker.layers.packed_kernel import Around, PackedKernels, Tiles
 from mlx_parallm.worker.layers.packing import MXFP4, Packing
@@ -41,12 +40,16 @@ FP4 = Packing(4, 32, MXFP4)
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
 #: ``UNFUSED``: kernels that fused blocks do without.
 UNFUSED = ("blocks_add_norm", "blocks_gate")
+#: ``GATE_MISTAKES``: the same as below, of texts for more rows.
+GATE_MISTAKES = {
+    "rows": ("SUMS + OWN + column]", "SUMS + column]"),
+    "tiles": ("n / 2 * OWN + column", "column"),
+}
 #: ``MISTAKES``: a part of the text, and a mistake in its place.
 MISTAKES = {
     "a sum instead of a mean": ("square / DEPTH", "square"),
     "no weight of the norm": ("* gain", ""),
     "no epsilon": ("+ EPSILON", "+ 0.5f"),
-    "another base": ("-gate * LOG2E", "-gate"),
     "the gate itself": ("* 16 + lane + 8]", "* 16 + lane]"),
     "no residual": ("float(residual[to]) +", ""),
     "the same squares for all warps": ("squares[r][w]", "squares[r][0]"),
@@ -60,6 +63,12 @@ SIZES = {
     "head_dim": 64,
     "num_hidden_layers": 2,
 }
+
+
+@pytest.fixture(autouse=True)
+def few_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try kernels for few rows only: hundreds take long on a CPU."""
+    monkeypatch.setattr("mlx_parallm.worker.layers.packed.ROW_COUNTS", (1, 2, 4, 16))
 
 
 class CountedShim(TensorShim):
@@ -152,7 +161,7 @@ def test_blocks_of_more_rows_compute_the_same(rows: int, monkeypatch: pytest.Mon
     layers = len(model.model.layers)
     sums = layers if rows > 8 else 0
     assert shim.counts["blocks_add_norm"] == 2 * (2 * layers - 1 + sums)
-    assert shim.counts["blocks_gate"] == 2 * layers
+    assert not shim.counts["blocks_gate"]
 
 
 def test_wrapped_layers_are_called() -> None:
@@ -191,16 +200,32 @@ def test_a_mistake_shows(mistake: str) -> None:
     right, wrong = MISTAKES[mistake]
     assert kernel_text(TEXTS / "packed" / "vectors.cu").count(right) == 1
     shim = TensorShim()
-    arounds = (Around(1e-5), Around(1e-5, gates=True), Around(adds=True))
-    assert not any(map(partial(why_not, products_of(shim), mx.bfloat16), arounds))
+    assert not any(fusion.why_not() for fusion in fusions(shim))
     shim.mutate = lambda _, body: body.replace(right, wrong)
-    assert any(map(partial(why_not, products_of(shim), mx.bfloat16), arounds))
+    assert any(fusion.why_not() for fusion in fusions(shim))
 
 
-def products_of(shim: TensorShim) -> PackedProducts:
+def fusions(shim: TensorShim) -> list[Fusion]:
+    """Return what few rows compute around products."""
     products = PackedProducts(Q4, 512, "cuda")
     products.kernels = PackedKernels(shim)
-    return products
+    arounds = (Around(1e-5), Around(1e-5, gates=True), Around(adds=True))
+    return [Fusion(products, around, mx.bfloat16, 512) for around in arounds]
+
+
+@pytest.mark.parametrize("name", ["rows", "tiles"])
+def test_a_gate_that_is_its_own_number_shows(name: str) -> None:
+    require_compiler()
+    right, wrong = GATE_MISTAKES[name]
+    assert kernel_text(TEXTS / "packed" / f"{name}.cu").count(right) == 1
+    shim = TensorShim()
+    products = PackedProducts(Q4, 512, "cuda")
+    products.kernels = PackedKernels(shim)
+    fusion = Fusion(products, GATES, mx.bfloat16, 512)
+    assert fusion.why_not() is None
+    products.kernels = PackedKernels(shim)
+    shim.mutate = lambda _, body: body.replace(right, wrong)
+    assert fusion.why_not() is not None
 
 
 def test_a_wrong_kernel_is_not_used() -> None:

@@ -121,7 +121,7 @@ SMALL: dict[str, tuple[Rows | Vectors | Tiles, int, int, int]] = {
         ("rows", "__syncthreads();\nfor (int i = threadIdx.x", "for (int i = threadIdx.x"),
         ("rows", "announce(arrival, WIDE *", "announce(arrival, 15 *"),
         ("rows", "span / STAGES % 2", "0"),
-        ("rows", "min(first + row, width - 1)", "min(first + row + 1, width - 1)"),
+        ("rows", "min(first + row % OWN, width - 1)", "min(first + row % OWN + 1, width - 1)"),
         ("tiles", "publish();\n__syncthreads();", "publish();"),
         ("tiles", "await_tiles<0>();\n__syncthreads();", "await_tiles<0>();"),
         ("tiles", "await_fetches<STAGES - 3>", "await_fetches<STAGES - 2>"),

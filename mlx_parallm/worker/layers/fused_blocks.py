@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -22,11 +21,97 @@ from mlx_parallm.worker.device.kernel_trial import KernelTrials, largest_error, 
 from mlx_parallm.worker.layers.attention_heads import LAYERS
 from mlx_parallm.worker.layers.block_kernels import BLOCKS, MLPS, gated
 from mlx_parallm.worker.layers.packed import PackedProducts
-from mlx_parallm.worker.layers.packed_kernel import MAX_ERROR, MAX_VECTORS, Around
+from mlx_parallm.worker.layers.packed_kernel import Around, Format, Rows, Tiles, Vectors
 from mlx_parallm.worker.layers.row_layers import Columns, RowProduct, product_of
 
 # TRIAL_WIDTH: rows of a trial's weight; half of them are no multiple of a threadgroup's.
 TRIAL_WIDTH = 168
+# MAX_FUSED_ERROR is in parts of the largest value: gates and the numbers that they multiply are
+# each rounded, and their product is.
+MAX_FUSED_ERROR = 0.03
+#: ``GATES``: SwiGLU alone, for more rows than norms are fused for.
+GATES = Around(gates=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """A product of packed weights with what is computed around it.
+
+    Attributes:
+        packed: multiplies the weights, with kernels.
+        around: what is computed.
+        dtype: of the rows.
+        width: rows of the weights.
+    """
+
+    packed: PackedProducts
+    around: Around
+    dtype: mx.Dtype
+    width: int
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Return all that the kernels depend on."""
+        packing, variants = self.packed.packing, tuple(self._variants())
+        return (
+            *(packing.mode, packing.bits, packing.group_size, self.packed.depth, self.dtype),
+            *(self.around, variants),
+        )
+
+    def begin(self) -> None:
+        """Begin to compile the kernels, in the background if possible."""
+        assert self.packed.kernels is not None, "see can_surround"
+        for variant in self._variants():
+            form = Format(self.packed.packing, self.dtype)
+            self.packed.kernels.kernel(form, variant, self.around)
+
+    def why_not(self) -> str | None:
+        """Return why the kernels are not to be used; None if they agree with MLX."""
+        return why_off(self.error, MAX_FUSED_ERROR)
+
+    def error(self, width: int = TRIAL_WIDTH) -> float:
+        """Return the largest difference from MLX's operations, in parts of the largest value.
+
+        ``width`` is that of the weight in the trial.
+        """
+        depth, packing, dtype, around = (
+            self.packed.depth,
+            self.packed.packing,
+            self.dtype,
+            self.around,
+        )
+        assert self.packed.kernels is not None, "see can_surround"
+        weight_key, gain_key = mx.random.split(mx.random.key(0))
+        weight = mx.random.normal((width, depth), key=weight_key) * depth**-0.5
+        arrays = mx.quantize(weight.astype(dtype), packing.group_size, packing.bits, packing.mode)
+        plain = packing.unpacked(arrays, dtype).T
+        gain = mx.random.normal((depth,), key=gain_key).astype(dtype)
+        worst = 0.0
+        for variant, rows in self._variants().items():
+            x = 3 * mx.random.normal((rows, 1, depth), key=mx.random.key(rows)).astype(dtype)
+            residual = mx.random.normal((rows, 1, width), key=mx.random.key(rows)).astype(dtype)
+            others = {"norm_weight": gain, "residual": residual}
+            actual = self.packed.kernels.product(
+                x, arrays, packing, variant, around, [others[name] for name in around.inputs]
+            )
+            wanted = _stock(x, plain, gain, residual, around)
+            worst = max(worst, largest_error(actual, wanted))
+        return worst
+
+    def _variants(self) -> dict[Rows | Vectors | Tiles, int]:
+        return self.packed.variants_around(self.dtype, self.around, self.width)
+
+
+def _stock(
+    x: mx.array, plain: mx.array, gain: mx.array, residual: mx.array, around: Around
+) -> mx.array:
+    """Return what MLX's operations compute of rows and an unpacked weight, ``[K, N]``."""
+    if around.epsilon is not None:
+        x = mx.fast.rms_norm(x, gain, around.epsilon)
+    output = x @ plain
+    if around.gates:
+        output = swiglu(*mx.split(output, 2, axis=-1))
+    return output + residual if around.adds else output
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +137,18 @@ class FusedBlock:
         """Return the dtype of hidden states."""
         return self.block.input_layernorm.weight.dtype
 
-    def parts(self) -> Iterator[tuple[PackedProducts, Around]]:
-        """Yield how the weights are multiplied, with what is computed around that."""
+    def fusions(self) -> Iterator[Fusion]:
+        """Yield the products with what is computed around them."""
         adds = Around(adds=True)
         for product, around in (
             (self.heads, Around(self.block.input_layernorm.eps)),
             (self.output, adds),
             (self.gates, Around(self.block.post_attention_layernorm.eps, gates=True)),
+            (self.gates, GATES),
             (self.down, adds),
         ):
             assert product.packed is not None, "weights are packed"
-            yield product.packed, around
+            yield Fusion(product.packed, around, self.dtype, sum(product.widths))
 
     def columns(self, x: mx.array) -> list[Columns]:
         """Return the queries, keys and values of few rows of hidden states, ``[T, 1, hidden]``."""
@@ -85,6 +171,9 @@ class FusedBlock:
 
     def mlp(self, x: mx.array) -> mx.array:
         """Return the MLP of normalised rows, ``[T, 1, hidden]``, or parts of it."""
+        packed = self.gates.packed
+        if packed is not None and packed.can_gate(x, sum(self.gates.widths)):
+            return self.down.parts(self.gates.around(x, GATES, []))
         return self.down.parts(gated(self.block.mlp, x))
 
 
@@ -97,15 +186,13 @@ def use_fused_blocks(model: nn.Module, trials: KernelTrials | None = None) -> in
     trial = (trials or KernelTrials()).of("the kernel of products and what is around them is")
     blocks = [fused for fused in map(_fused, model.modules()) if fused is not None]
     for fused in blocks:
-        for packed, around in fused.parts():
-            packed.begin(fused.dtype, around)
+        for fusion in fused.fusions():
+            fusion.begin()
     marked = 0
     for fused in blocks:
-        dtype, agrees = fused.dtype, True
-        for packed, around in fused.parts():
-            packing = packed.packing
-            shape = (packing.mode, packing.bits, packing.group_size, packed.depth, dtype, around)
-            agrees &= trial.agree(shape, partial(why_not, packed, dtype, around))
+        agrees = True
+        for fusion in fused.fusions():
+            agrees &= trial.agree(fusion.shape, fusion.why_not)
         if agrees:
             fused.block["_fuses"] = True
             marked += 1
@@ -150,40 +237,3 @@ def _kind(module: Any) -> tuple[str, str]:
 
 def _suits(product: RowProduct, dtype: mx.Dtype) -> bool:
     return product.packed is not None and product.packed.can_surround(dtype)
-
-
-def why_not(packed: PackedProducts, dtype: mx.Dtype, around: Around) -> str | None:
-    """Return why the kernel is not to be used; None if it agrees with MLX."""
-    return why_off(lambda: fusion_error(packed, dtype, around), MAX_ERROR)
-
-
-def fusion_error(
-    packed: PackedProducts, dtype: mx.Dtype, around: Around, width: int = TRIAL_WIDTH
-) -> float:
-    """Return the largest difference from MLX's operations, in parts of the largest value.
-
-    Args:
-        packed: multiplies the weights, with kernels.
-        dtype: of the row.
-        around: what is computed around the product.
-        width: rows of the weight.
-    """
-    depth, packing = packed.depth, packed.packing
-    keys = iter(mx.random.split(mx.random.key(0), 4))
-    weight = mx.random.normal((width, depth), key=next(keys)) * depth**-0.5
-    arrays = mx.quantize(weight.astype(dtype), packing.group_size, packing.bits, packing.mode)
-    plain = packing.unpacked(arrays, dtype).T
-    gain = mx.random.normal((depth,), key=next(keys)).astype(dtype)
-    worst = 0.0
-    for rows in range(1, MAX_VECTORS + 1):
-        x = 3 * mx.random.normal((rows, 1, depth), key=next(keys)).astype(dtype)
-        residual = mx.random.normal((rows, 1, width), key=mx.random.key(rows)).astype(dtype)
-        others = {"norm_weight": gain, "residual": residual}
-        actual = packed.around(x, arrays, around, [others[name] for name in around.inputs])
-        if around.epsilon is not None:
-            x = mx.fast.rms_norm(x, gain, around.epsilon)
-        wanted = x @ plain
-        if around.gates:
-            wanted = swiglu(*mx.split(wanted, 2, axis=-1))
-        worst = max(worst, largest_error(actual, wanted + residual if around.adds else wanted))
-    return worst

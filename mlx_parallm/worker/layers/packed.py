@@ -12,6 +12,7 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.types.shape_buckets import ROW_COUNTS
 from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.layers.packed_kernel import (
     DTYPES,
@@ -82,10 +83,10 @@ class PackedProducts:
     def around(
         self, x: mx.array, arrays: Sequence[mx.array], around: Around, others: Sequence[mx.array]
     ) -> mx.array:
-        """Return the product of few rows with what is computed around it, ``[T, 1, N]``.
+        """Return the product of rows with what is computed around it, ``[T, 1, N]``.
 
         Args:
-            x: up to ``MAX_VECTORS`` rows of K numbers; their first axis is T.
+            x: T rows of K numbers.
             arrays: the weight's, in the order of ``Packing.names``.
             around: what is computed; ``can_surround`` is true.
             others: inputs of that, in the order of ``Around.inputs``.
@@ -94,6 +95,21 @@ class PackedProducts:
         assert self.kernels is not None, "see can_surround"
         assert variant is not None, "see can_surround"
         return self.kernels.product(x, arrays, self.packing, variant, around, others)
+
+    def variants_around(
+        self, dtype: mx.Dtype, around: Around, width: int
+    ) -> dict[Rows | Vectors | Tiles, int]:
+        """Return the variants that compute this around products, each with a number of rows.
+
+        SwiGLU alone is for more rows than what few rows compute.
+        """
+        variants: dict[Rows | Vectors | Tiles, int] = {}
+        for rows in (*ROW_COUNTS, 2 * ROW_COUNTS[-1]):
+            variant = self._variant(dtype, rows, width)
+            is_for_few = around != Around(gates=True)
+            if variant is not None and isinstance(variant, Vectors) == is_for_few:
+                variants.setdefault(variant, max(1, rows - 1 if rows > MAX_VECTORS else rows))
+        return variants
 
     def parts(self, x: mx.array, arrays: Sequence[mx.array]) -> mx.array:
         """Return the product of rows ``[T, 1, K]``, or parts of it that are still to be added.
@@ -109,16 +125,13 @@ class PackedProducts:
             return self(x, arrays)
         return self.kernels.product(x, arrays, self.packing, variant)
 
-    def begin(self, dtype: mx.Dtype, around: Around) -> None:
-        """Begin to compile what ``around`` needs for few rows, in the background if possible."""
-        for rows in range(1, MAX_VECTORS + 1):
-            variant = self._variant(dtype, rows, 1)
-            if variant is not None and self.kernels is not None:
-                self.kernels.kernel(Format(self.packing, dtype), variant, around)
-
     def can_surround(self, dtype: mx.Dtype) -> bool:
-        """True if a kernel computes what stands around products of few rows of this dtype."""
+        """True if kernels compute what stands around products of rows of this dtype."""
         return isinstance(self._variant(dtype, MAX_VECTORS, 1), Vectors)
+
+    def can_gate(self, x: mx.array, width: int) -> bool:
+        """True if a kernel multiplies rows ``[T, 1, K]`` and computes SwiGLU of the product."""
+        return self._variant(x.dtype, len(x), width) is not None
 
     def _product(self, rows: mx.array, arrays: Sequence[mx.array]) -> mx.array:
         variant = self._variant(rows.dtype, len(rows), len(arrays[0]))

@@ -188,11 +188,12 @@ class Vectors:
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """The operations that ``vectors.cu`` computes around a product.
+    """The operations that a kernel computes around a product: all of them ``vectors.cu`` alone.
 
     Attributes:
         epsilon: of the RMSNorm of x; None to multiply x as it is.
-        gates: True if the first half of the product are gates of the other half (SwiGLU).
+        gates: True if the first half of the product are gates of the other half (SwiGLU). All
+            variants that write no parts compute it.
         adds: True if the product is added to a residual.
     """
 
@@ -442,7 +443,7 @@ class PackedKernels:
             arrays: of the weight ``[N, K]``, in the order of ``Packing.names``.
             packing: of the weight.
             variant: of the kernel; rows of x fit it.
-            around: what is computed around the product; for ``Vectors`` only.
+            around: what is computed around the product.
             others: inputs of that, in the order of ``Around.inputs``.
         """
         rows, width = x.shape[0], arrays[0].shape[0] // (2 if around.gates else 1)
@@ -500,7 +501,9 @@ class PackedKernels:
             HEADERS,
             residency=variant.residency(form),
         )
-        own = around.constants if isinstance(variant, Vectors) else {}
+        own = around.constants
+        if not isinstance(variant, Vectors):
+            own = {"GATE": own["GATE"]}
         return self._builder.kernel(spec, {**form.constants, **variant.constants, **own})
 
 
