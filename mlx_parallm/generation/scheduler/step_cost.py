@@ -89,15 +89,20 @@ class StepCost:
         self._recent_prefill = self._recent_s = 0.0
         self._run: list[tuple[StepWork, float]] = []
 
-    def most_prefill(self, bound_s: float) -> int:
+    def most_prefill(self, bound_s: float, *, in_proportion: bool = False) -> int:
         """Return the most prefill tokens for which a prediction can be trusted.
 
         A step with x times the tokens takes at most x times as long, whatever a token costs.
+
+        Args:
+            bound_s: seconds that the step may take.
+            in_proportion: True for as many as take that long if time is in proportion to tokens;
+                else steps that took nearly as long still grow, to learn what more tokens take.
         """
-        growth = 1.0
-        if self._recent_s <= bound_s:
-            known = bound_s / self._recent_s if self._recent_s else GROWTH
-            growth = min(GROWTH, max(NEAR_GROWTH, known))
+        known = bound_s / self._recent_s if self._recent_s else GROWTH
+        growth = min(GROWTH, known)
+        if not in_proportion:
+            growth = max(growth, NEAR_GROWTH) if known >= 1 else 1.0
         return max(FIRST_CHUNK, int(growth * self._recent_prefill))
 
     def observe(self, work: StepWork, seconds: float, *, is_end_known: bool = True) -> None:
@@ -190,7 +195,9 @@ class PrefillAllowance:
         self._decode_tokens = decode.decode_tokens
         least = cost.predict(decode) + cost.prefill_s
         self._seconds = max(bound_s - least, LEAST_SHARE * min(cost.prefill_s, bound_s))
-        self._tokens = cost.most_prefill(least + self._seconds)
+        # Recent steps of one size do not show the cost of larger ones. None has to grow here.
+        most_s = least + self._seconds
+        self._tokens = cost.most_prefill(most_s, in_proportion=least_tokens > 0)
         self._taken = 0
         self._is_fresh = True
 
@@ -199,14 +206,15 @@ class PrefillAllowance:
 
         Those of all prompts together are one of few numbers, unless a prompt ends.
         """
-        within = self._cost.chunk_within(start, self._seconds, self._tokens)
-        most, rows = max(self._taken + within, self._least_tokens), self._decode_tokens
+        most = self._taken + self._cost.chunk_within(start, self._seconds, self._tokens)
+        rows, least = self._decode_tokens, self._least_tokens
         # Shape bucketing: MLX's CUDA backend pays once per new shape, so counts are rounded.
         if self._cost.pads:
             # Padding takes as long as tokens do.
-            most = max(unpadded_tokens(rows + most), padded_tokens(rows + MIN_CHUNK)) - rows
+            least = padded_tokens(rows + max(least, MIN_CHUNK))
+            most = max(unpadded_tokens(rows + most), least) - rows
         else:
-            most = coarse(most)
+            most = coarse(max(most, least))
         most -= self._taken
         if self._is_fresh:
             return max(most, MIN_CHUNK)

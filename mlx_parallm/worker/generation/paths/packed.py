@@ -11,7 +11,7 @@ import numpy as np
 from typing_extensions import override
 
 from mlx_parallm.models.seq2seq.interface import is_encoder_decoder
-from mlx_parallm.types.shape_buckets import padded_tokens
+from mlx_parallm.types.shape_buckets import padded_rows, padded_tokens
 from mlx_parallm.types.step import ScheduledSequence, SourceTable
 from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttention
 from mlx_parallm.worker.attention.dense import TwoWayRows
@@ -90,7 +90,7 @@ class PackedPath(PooledPath):
         compiled = self._compiled if decodes else None
         if compiled is not None and compiled.is_ready:
             return compiled.logits(sequences, token_ids, slots)
-        head_rows = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
+        head_rows = self._head_rows(rows)
         num_rows = token_ids.size if decodes else padded_tokens(token_ids.size)
         if self._padding is not None and num_rows > token_ids.size:
             source_plan = self._source_plan(sequences, num_rows)
@@ -104,7 +104,18 @@ class PackedPath(PooledPath):
             logits = self._selector.run(partial(self._forward, token_ids, step), head_rows)
         if compiled is not None:
             compiled.learn(step.plan, source_plan=source_plan)
-        return logits
+        return logits[: len(rows)] if 0 < len(rows) < head_rows.size else logits
+
+    def _head_rows(self, rows: Sequence[int]) -> mx.array:
+        """Return the rows that the head computes, padded where the rows of a step are.
+
+        The numbers of prompts that end differ from step to step, and logits are a step's largest
+        array.
+        """
+        size = padded_rows(len(rows)) if self.pads_rows else max(len(rows), 1)
+        padded = np.zeros(size, np.int32)
+        padded[: len(rows)] = rows
+        return mx.array(padded)
 
     def _source_plan(
         self, sequences: Sequence[ScheduledSequence], num_rows: int | None = None
