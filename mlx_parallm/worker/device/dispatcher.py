@@ -57,7 +57,7 @@ class ThreadDispatcher(Dispatcher):
 
     def __init__(self) -> None:
         # Both threads use its queue of kernels, in turns.
-        mx.set_default_stream(_stream_of_threads())
+        mx.set_default_stream(_stream_of(threading.get_ident()))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dispatch")
         self._latest: Future[None] | None = None
 
@@ -116,6 +116,11 @@ def _submit(arrays: Sequence[Any], has_begun: threading.Lock) -> None:
 
 
 @functools.cache
-def _stream_of_threads() -> mx.Stream:
-    """Return the process's stream for graphs that one thread builds and another one submits."""
+def _stream_of(thread: int) -> mx.Stream:
+    """Return the stream for graphs that a thread builds and another one submits.
+
+    Engines on several threads have one each. A thread that gets the number of one that has ended
+    gets its stream, because MLX frees none.
+    """
+    del thread
     return mx.new_thread_unsafe_stream(mx.default_device())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import numpy as np
@@ -107,6 +108,16 @@ def test_without_a_thread_the_call_raises(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(mx, "async_eval", refuse)
     with pytest.raises(RuntimeError, match="out of memory"):
         Dispatcher().begin([mx.ones(1)])
+
+
+def test_engines_on_two_threads_share_no_stream() -> None:
+    def stream() -> mx.Stream:
+        ThreadDispatcher()
+        return mx.default_stream(mx.default_device())
+
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(stream).result() != stream()
+    assert stream() == stream(), "what a thread has traced stays on its stream"
 
 
 @pytest.mark.parametrize("make", [Dispatcher, ThreadDispatcher])
