@@ -68,7 +68,8 @@ SIZES = {
 @pytest.fixture(autouse=True)
 def few_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try kernels for few rows only: hundreds take long on a CPU."""
-    monkeypatch.setattr("mlx_parallm.worker.layers.packed.ROW_COUNTS", (1, 2, 4, 16))
+    for name in ("packed", "packed_kernel"):
+        monkeypatch.setattr(f"mlx_parallm.worker.layers.{name}.ROW_COUNTS", (1, 2, 4, 16))
 
 
 class CountedShim(TensorShim):
