@@ -29,6 +29,8 @@ TRIAL_WIDTH = 168
 # MAX_FUSED_ERROR is in parts of the largest value: gates and the numbers that they multiply are
 # each rounded, and their product is.
 MAX_FUSED_ERROR = 0.03
+# MAX_ROWS: more rows are multiplied with unpacked weights, and nothing is fused.
+MAX_ROWS = 512
 #: ``GATES``: SwiGLU alone, for more rows than norms are fused for.
 GATES = Around(gates=True)
 
@@ -137,6 +139,11 @@ class FusedBlock:
         """Return the dtype of hidden states."""
         return self.block.input_layernorm.weight.dtype
 
+    @property
+    def has_kernels(self) -> bool:
+        """True if all products have kernels for rows of the hidden states' dtype."""
+        return all(fusion.packed.can_surround(self.dtype) for fusion in self.fusions())
+
     def fusions(self) -> Iterator[Fusion]:
         """Yield the products with what is computed around them."""
         adds = Around(adds=True)
@@ -184,7 +191,7 @@ def use_fused_blocks(model: nn.Module, trials: KernelTrials | None = None) -> in
     forwards of this package, see ``attention_overrides``.
     """
     trial = (trials or KernelTrials()).of("the kernel of products and what is around them is")
-    blocks = [fused for fused in map(_fused, model.modules()) if fused is not None]
+    blocks = [fused for fused in map(_fused, model.modules()) if fused and fused.has_kernels]
     for fused in blocks:
         for fusion in fused.fusions():
             fusion.begin()
@@ -201,14 +208,14 @@ def use_fused_blocks(model: nn.Module, trials: KernelTrials | None = None) -> in
 
 def fused_block(block: Any, x: mx.array) -> FusedBlock | None:
     """Return the products for rows of a marked block; None if it is to run as usual."""
-    if "_fuses" not in block or x.ndim != 3 or x.shape[1] != 1:
+    if "_fuses" not in block or x.ndim != 3 or x.shape[1] != 1 or len(x) > MAX_ROWS:
         return None
     fused = _fused(block)
     return fused if fused and x.dtype == fused.dtype else None
 
 
 def _fused(block: Any) -> FusedBlock | None:
-    """Return the products of a block whose parts all have kernels and are not wrapped."""
+    """Return the products of a block whose parts are not wrapped."""
     if _kind(block) not in BLOCKS or _kind(block.self_attn) not in LAYERS:
         return None
     norms = (block.input_layernorm, block.post_attention_layernorm)
@@ -227,13 +234,9 @@ def _fused(block: Any) -> FusedBlock | None:
             (mlp.down_proj,),
         )
     ]
-    whole = [product for product in products if product is not None and _suits(product, *dtypes)]
-    return FusedBlock(block, *whole) if len(whole) == len(products) else None
+    packed = [product for product in products if product is not None and product.packed]
+    return FusedBlock(block, *packed) if len(packed) == len(products) else None
 
 
 def _kind(module: Any) -> tuple[str, str]:
     return type(module).__module__, type(module).__name__
-
-
-def _suits(product: RowProduct, dtype: mx.Dtype) -> bool:
-    return product.packed is not None and product.packed.can_surround(dtype)
