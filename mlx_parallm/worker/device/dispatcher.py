@@ -56,9 +56,13 @@ class ThreadDispatcher(Dispatcher):
     """Submits on a thread of its own. Every other call comes from the thread that made it."""
 
     def __init__(self) -> None:
-        # Both threads use its queue of kernels, in turns.
-        mx.set_default_stream(_stream_of(threading.get_ident()))
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dispatch")
+        # Both threads use its queue of kernels, in turns. Without a default stream, MLX would make
+        # one for the other thread, and may abort a process whose thread ends with a stream.
+        stream = _stream_of(threading.get_ident())
+        mx.set_default_stream(stream)
+        self._thread = ThreadPoolExecutor(
+            1, "dispatch", initializer=mx.set_default_stream, initargs=(stream,)
+        )
         self._latest: Future[None] | None = None
 
     @override

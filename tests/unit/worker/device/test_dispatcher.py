@@ -120,6 +120,15 @@ def test_engines_on_two_threads_share_no_stream() -> None:
     assert stream() == stream(), "what a thread has traced stays on its stream"
 
 
+def test_its_thread_makes_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatcher, seen = ThreadDispatcher(), list[mx.Stream]()
+    monkeypatch.setattr(
+        mx, "async_eval", lambda _: seen.append(mx.default_stream(mx.default_device()))
+    )
+    dispatcher.begin([]).end()
+    assert seen == [mx.default_stream(mx.default_device())]
+
+
 @pytest.mark.parametrize("make", [Dispatcher, ThreadDispatcher])
 def test_graphs_of_one_thread_are_submitted_by_the_dispatcher(make: type[Dispatcher]) -> None:
     """Each graph reads the result of the one before, which is read here from a copy meanwhile."""
