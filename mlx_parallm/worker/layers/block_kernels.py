@@ -81,7 +81,7 @@ class BlockKernels:
                 "SIZE": x.shape[-1],
                 "VEC": VECTOR,
                 "WARPS": NORM_WARPS,
-                "PARTS": int(others[0].ndim > x.ndim),
+                "IN_PARTS": int(others[0].ndim > x.ndim),
                 **constants,
             },
         )

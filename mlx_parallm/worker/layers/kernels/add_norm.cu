@@ -1,6 +1,6 @@
 // One threadgroup adds a row to the residual stream, and normalises the sum (RMSNorm) if NORM. The
 // sum and the normalised numbers are rounded before the weight multiplies, as MLX's operations
-// round. With PARTS, the row is the sum of several float32 ones, and is rounded first.
+// round. With IN_PARTS, the row is the sum of several float32 ones, and is rounded first.
 typedef Chunk<T, VEC> Piece;
 constexpr int THREADS = WARPS * 32;
 constexpr int EACH = (SIZE / VEC + THREADS - 1) / THREADS;
@@ -14,7 +14,7 @@ for (int e = 0; e < EACH; e++) {
   const int at = (e * THREADS + threadIdx.x) * VEC;
   if (at < SIZE) {
     const Piece one = *(const Piece*)(x + row + at);
-#if PARTS
+#if IN_PARTS
     float total[VEC] = {};
     for (int p = 0; p < change_shape[0]; p++) {
       const float* part = change + (Place)p * change_shape[1] * SIZE + row + at;
