@@ -52,6 +52,7 @@ class CompiledAttention(AheadAttention):
         return super().new_pool(shape, num_blocks + 1)
 
     pads_rows = True
+    runs_in_order = False
 
     def padded_plan(self, sequences: Sequence[ScheduledSequence], num_rows: int) -> Padded:
         count = num_rows - sum(len(sequence.token_ids) for sequence in sequences)
@@ -87,6 +88,9 @@ class CompiledAttention(AheadAttention):
 
     def set_chain(self, pool: LayerPool, arrays: Sequence[mx.array]) -> None:
         pool.keys, pool.values = arrays
+
+    def settle(self, pool: LayerPool) -> None:
+        raise AssertionError("the next step takes the pool that the last one made")
 
     def write(self, pool: LayerPool, plan: Any, keys: mx.array, values: mx.array) -> None:
         if isinstance(plan, Padded):
@@ -128,3 +132,15 @@ class CompiledAttention(AheadAttention):
             sinks=options["sinks"],
             soft_cap=options.get("soft_cap"),
         )
+
+
+class OrderedAttention(CompiledAttention):
+    """Lets steps be built while the one before is submitted, as kernels on CUDA do.
+
+    Here a step takes the pool that the one before makes, which MLX finds in the graph.
+    """
+
+    runs_in_order = True
+
+    def settle(self, pool: LayerPool) -> None:
+        pass

@@ -269,3 +269,12 @@ class CompilableAttention(AttentionBackend, Protocol):
     def set_chain(self, pool: LayerPool, arrays: Sequence[mx.array]) -> None:
         """Replace the arrays that ``chain`` returns."""
         ...
+
+    @property
+    def runs_in_order(self) -> bool:
+        """True if what one evaluation submits runs after all that was submitted before it."""
+        ...
+
+    def settle(self, pool: LayerPool) -> None:
+        """Let later steps depend on no write before: all are submitted, and ``runs_in_order``."""
+        ...

@@ -197,6 +197,16 @@ class KernelAttention:
         """See ``CompilableAttention.set_chain``."""
         (_kernel_pool(pool).token,) = arrays
 
+    @property
+    def runs_in_order(self) -> bool:
+        """See ``CompilableAttention.runs_in_order``: MLX has one stream on CUDA."""
+        return self._language.name == "cuda"
+
+    def settle(self, pool: LayerPool) -> None:
+        """See ``CompilableAttention.settle``."""
+        kernel_pool = _kernel_pool(pool)
+        kernel_pool.token = kernel_pool.settled
+
     def write(self, pool: LayerPool, plan: Plan, keys: mx.array, values: mx.array) -> None:
         """See ``AttentionBackend.write``."""
         kernel_pool = _kernel_pool(pool)
@@ -289,8 +299,7 @@ class KernelAttention:
     def forget_writes(self, pool: LayerPool) -> None:
         """See ``AttentionBackend.forget_writes``."""
         kernel_pool = _kernel_pool(pool)
-        kernel_pool.token = mx.zeros((1,), mx.int32)
-        mx.eval(kernel_pool.token)
+        kernel_pool.token = kernel_pool.settled
 
     def _move_kernels(self, pool: KernelPool) -> MoveKernels:
         moves = pool.kernels.get("moves")

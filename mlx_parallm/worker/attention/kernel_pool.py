@@ -74,9 +74,10 @@ class KernelPool(LayerPool):
 
     The arrays are written in place and never replaced. ``token``, int32 ``[1]``, is the latest
     write's output: every kernel takes it as an input, so it runs after that write, and evaluating
-    it completes the pool. ``bound`` is what kernels are given in place of the arrays, in the order
-    of ``PoolLayout.pools``. ``kernels`` caches the backend's kernels for this pool, because layers
-    need them at every step and a layout is slow to hash.
+    it completes the pool. ``settled`` is a token that no write precedes. ``bound`` is what kernels
+    are given in place of the arrays, in the order of ``PoolLayout.pools``. ``kernels`` caches the
+    backend's kernels for this pool, because layers need them at every step and a layout is slow to
+    hash.
     """
 
     layout: PoolLayout
@@ -84,6 +85,10 @@ class KernelPool(LayerPool):
     scales: tuple[mx.array, ...] = ()
     bound: tuple[mx.array, ...] = ()
     kernels: dict[Any, Any] = field(default_factory=dict)
+    settled: mx.array = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.settled = self.token
 
     def arrays(self) -> list[mx.array]:
         """Return the arrays to evaluate for the pool to be up to date."""

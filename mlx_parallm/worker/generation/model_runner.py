@@ -34,7 +34,7 @@ from mlx_parallm.worker.generation.inputs.runs import InputComputer, Tensors
 from mlx_parallm.worker.generation.inputs.sources import SourceEncoder, StepOrder
 from mlx_parallm.worker.generation.live_model import LiveModel
 from mlx_parallm.worker.generation.model_step import ModelStep
-from mlx_parallm.worker.generation.paths.base import ForwardPath
+from mlx_parallm.worker.generation.paths.base import ForwardPath, PooledPath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
 from mlx_parallm.worker.generation.rank_steps import RankTokens
 from mlx_parallm.worker.generation.state_moves import StateMoves
@@ -117,6 +117,8 @@ class ModelRunner(Runner):
         self._arrays = arrays
         self._tokens = PendingTokens()
         self._latest: ModelStep | None = None
+        if isinstance(path, PooledPath):
+            path.before_traces(dispatcher.join)
         pools = [path.pools, None if draft is None else draft.pools]
         self._moves = HostMoves(ranks, faults, self._joined, runs_ahead=info.runs_ahead)
         self._blocks = BlockMoves([each for each in pools if each is not None], self._moves)
@@ -149,18 +151,45 @@ class ModelRunner(Runner):
         """
         features = self.inputs.take_begun()
         with self._recovering():
-            with self._tracer.span(Phase.JOIN, batch):
-                self._dispatcher.join()
+            rows = StepRows(batch.sequences)
+            if not self._builds_beside(batch, rows, features):
+                self._join(batch)
             with self._tracer.span(Phase.BUILD, batch):
-                step = self._build(batch)
-            if self.info.runs_ahead:
-                with self._tracer.span(Phase.DISPATCH, batch):
-                    step.start(self._written(), features, self._dispatcher)
-                self._latest = step
-            else:
+                step = self._build(batch, rows)
+            self._join(batch)
+            if not self.info.runs_ahead:
                 with self._tracer.span(Phase.EVALUATE, batch):
                     step.run(self._written())
+                return step
+            with self._tracer.span(Phase.DISPATCH, batch):
+                step.start(self._written(), features, self._dispatcher)
+            self._latest = step
+            if self._dispatcher.runs_beside and isinstance(self._path, PooledPath):
+                self._path.settle_writes()
         return step
+
+    def _join(self, batch: ScheduledBatch) -> None:
+        with self._tracer.span(Phase.JOIN, batch):
+            self._dispatcher.join()
+
+    def _builds_beside(
+        self, batch: ScheduledBatch, rows: StepRows, features: Sequence[mx.array]
+    ) -> bool:
+        """True if the step can be built while the one before is being submitted.
+
+        It computes nothing on the device until it is submitted, and all it takes from the step
+        before are tokens.
+        """
+        return (
+            self._dispatcher.runs_beside
+            and isinstance(self._path, PooledPath)
+            and self._path.builds_beside
+            and self._draft is None
+            and self._ranks is None
+            and rows.has_pending
+            and rows.are_plain
+            and not (features or batch.block_copies or batch.state_copies or batch.adapters)
+        )
 
     def begin_inputs(self, op: ComputeInputs, inputs: Sequence[Tensors]) -> Pending[None]:
         """Begin to compute inputs, whose arrays ``inputs`` are."""
@@ -266,11 +295,10 @@ class ModelRunner(Runner):
             # Slots may have been filled in vain. Batches put their adapters anew.
             self.adapters.release()
 
-    def _build(self, batch: ScheduledBatch) -> ModelStep:
+    def _build(self, batch: ScheduledBatch, rows: StepRows) -> ModelStep:
         # Ended matchers are dropped before anything can fail, because no later step names them.
         self._grammars.forget(batch)
         self.adapters.place(batch.adapters)
-        rows = StepRows(batch.sequences)
         if not rows.has_pending or self._is_reading(target for _, target in batch.block_copies):
             self._end_latest()
         self._path.copy_blocks(batch.block_copies)
@@ -304,7 +332,7 @@ class ModelRunner(Runner):
         ):
             # They are read while the next step is submitted, or for the masks of the next step.
             step.copy_tokens(self._arrays)
-        self._tokens.remember(rows.sampled_ids, step.tokens, step.token_copy)
+        self._tokens.remember(rows.sampled_ids, step.next_tokens, step.token_copy)
         return step
 
     def _is_reading(self, blocks: Iterable[int]) -> bool:
@@ -334,7 +362,7 @@ class ModelRunner(Runner):
         """Return the step of a rank that does not sample; its tokens mean nothing to the caller."""
         received = ranks.received(logits, len(rows.sampled)) if rows.logit_rows else None
         step = ModelStep(rows, received, {}, faults=self._faults, recovering=self._recovering)
-        self._tokens.remember(rows.sampled_ids, step.tokens)
+        self._tokens.remember(rows.sampled_ids, step.next_tokens)
         return step
 
     def _propose(self, batch: ScheduledBatch) -> mx.array | None:

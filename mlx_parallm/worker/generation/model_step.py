@@ -29,6 +29,7 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
 
     Attributes:
         tokens: the tokens that the step chooses, ``[rows]``; None if it samples nothing.
+        next_tokens: the same for the next step, int32.
         token_copy: a copy of ``tokens`` from which no array is computed; None if there is none.
     """
 
@@ -47,6 +48,8 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
         recovering: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.tokens = sampled.tokens if sampled is not None else None
+        # The next step may be built while MLX submits this one: it takes an array without siblings.
+        self.next_tokens = None if self.tokens is None else self.tokens.astype(mx.int32)
         self.token_copy: TokenCopy | None = None
         self._rows = rows
         self._sampled = sampled
@@ -118,7 +121,7 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
         """
         if self.token_copy is None or self._features:
             return False
-        plain = (self.tokens, self.token_copy.array)
+        plain = (self.tokens, self.next_tokens, self.token_copy.array)
         return all(any(array is each for each in plain) for array in self._outputs())
 
     def _outputs(self) -> list[mx.array]:
@@ -127,6 +130,7 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
         outputs += [is_bad for _, is_bad in self._doubted.values()]
         outputs += [] if self._drafts is None else [self._drafts]
         outputs += [] if self.token_copy is None else [self.token_copy.array]
+        outputs += [] if self.next_tokens is None else [self.next_tokens]
         outputs += [] if self._values is None else [self._values.values]
         return outputs if self._sampled is None else outputs + self._sampled.arrays()
 

@@ -175,7 +175,7 @@ class PendingTokens:
     def remember(
         self, seq_ids: Sequence[int], tokens: mx.array | None, copy: TokenCopy | None = None
     ) -> None:
-        """Keep the tokens of a step: ``tokens[i]`` is that of ``seq_ids[i]``.
+        """Keep the tokens of a step, int32: ``tokens[i]`` is that of ``seq_ids[i]``.
 
         ``copy`` is a copy of the tokens for ``read``; nothing else may be computed from it.
         """
@@ -204,7 +204,7 @@ class PendingTokens:
             self._places[sequence.seq_id] if is_pending else 0
             for sequence, is_pending in zip(sequences, pending, strict=True)
         ]
-        chosen = self._tokens.astype(mx.int32)
+        chosen = self._tokens
         if all(pending) and places == list(range(chosen.shape[0])):
             return chosen
         known = token_array(sequences)
@@ -239,6 +239,7 @@ class StepRows:
             (index for index, sequence in enumerate(sequences) if not _is_plain(sequence)),
             len(sequences),
         )
+        self._has_others = num_plain < len(sequences)
         self._sample_single(sequences[:num_plain])
         self._add(sequences[num_plain:], num_plain)
 
@@ -263,6 +264,13 @@ class StepRows:
                 has_logits = sequence.target_start + len(sequence.target_ids) == length
                 self._sample(sequence, sequence.sample, first + length, has_logits=has_logits)
             first += length
+
+    @property
+    def are_plain(self) -> bool:
+        """Return True if each sequence decodes one token, and nothing else is asked of it."""
+        return not self._has_others and all(
+            spec.params.grammar is None and spec.params.num_logprobs is None for spec in self.specs
+        )
 
     @property
     def blocks(self) -> Iterator[int]:

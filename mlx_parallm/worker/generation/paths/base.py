@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import mlx.core as mx
@@ -148,6 +148,25 @@ class PooledPath(ForwardPath):
     @override
     def is_compiled(self) -> bool:
         return self._compiled is not None
+
+    @property
+    def builds_beside(self) -> bool:
+        """True if a step of decode rows can be built while the one before is being submitted.
+
+        It is a call of a compiled function then, and takes nothing from the step before but tokens.
+        """
+        compiled = self._compiled
+        return compiled is not None and compiled.builds_beside and not self._states.has_state
+
+    def before_traces(self, join: Callable[[], None]) -> None:
+        """Call ``join`` before a step is traced, because the model's own code runs then."""
+        if self._compiled is not None:
+            self._compiled.before_trace = join
+
+    def settle_writes(self) -> None:
+        """Let later steps depend on no write of this one, which has been submitted."""
+        if self._compiled is not None:
+            self._compiled.settle()
 
     @property
     @override

@@ -8,7 +8,7 @@ model's Python (``docs/decisions/008-compiled-decode.md``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -67,6 +67,8 @@ class CompiledDecode:
         self._states = states
         self._selector = selector
         self._source_rows = sources
+        #: Called before a step is traced.
+        self.before_trace: Callable[[], None] = _do_nothing
         self._gathered: int | None = None
         self._kinds: Any = None
         self._source_kinds: Any = None
@@ -80,12 +82,25 @@ class CompiledDecode:
         """Drop the traces, because weights were replaced; the next step makes new ones."""
         self._plain = mx.compile(self._run)
         self._adapted = mx.compile(self._run_adapted)
+        # What steps that were traced differ in.
+        self._traced: set[Hashable] = set()
 
     @property
     def is_ready(self) -> bool:
         """True after ``learn``."""
         knows_sources = self._source_rows is None or self._source_kinds is not None
         return self._kinds is not None and knows_sources
+
+    @property
+    def builds_beside(self) -> bool:
+        """See ``PooledPath.builds_beside``."""
+        return self.is_ready and self._backend.runs_in_order and self._source_rows is None
+
+    def settle(self) -> None:
+        """See ``PooledPath.settle_writes``."""
+        if self._backend.runs_in_order:
+            for pool in self._pools:
+                self._backend.settle(pool)
 
     def learn(self, plan: Any, gathered: int | None = None, *, source_plan: Any = None) -> None:
         """Note what the layers asked of the plan of a step of decode rows.
@@ -149,15 +164,9 @@ class CompiledDecode:
         source_arrays = None
         if self._source_rows is not None:
             source_arrays = self._source_rows.decode_arrays(sequences, num_rows, self._source_kinds)
-        inputs = (
-            token_ids,
-            packed,
-            shapes,
-            source_arrays,
-            self._chains(),
-            states,
-            self._table_width(sequences),
-        )
+        width = self._table_width(sequences)
+        inputs = (token_ids, packed, shapes, source_arrays, self._chains(), states, width)
+        self._note((num_rows, packed.size, tuple(map(tuple, shapes)), width, adapter_slots is None))
         if adapter_slots is None:
             logits, hidden, chains, states = self._plain(*inputs)
         else:
@@ -168,6 +177,12 @@ class CompiledDecode:
         self._set_chains(chains)
         self._selector.note(hidden)
         return logits[:count], states
+
+    def _note(self, kind: Hashable) -> None:
+        """Note what a step differs in from others; it is traced unless there was one like it."""
+        if kind not in self._traced:
+            self.before_trace()
+            self._traced.add(kind)
 
     def _run_adapted(  # noqa: PLR0913 - those of `_run`, and the adapters
         self,
@@ -247,6 +262,10 @@ class CompiledDecode:
     def _set_chains(self, chains: Sequence[Sequence[mx.array]]) -> None:
         for pool, arrays in zip(self._pools, chains, strict=True):
             self._backend.set_chain(pool, arrays)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _unpacked(packed: mx.array, shapes: Sequence[Sequence[int]]) -> list[mx.array]:
