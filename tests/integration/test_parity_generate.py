@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,13 +19,7 @@ from mlx_parallm.generation.kv_cache.tiers import Tiers
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.request import GenerateRequest, PolicyWeights, SamplingParams
-from mlx_parallm.types.step import (
-    Phase,
-    SampledToken,
-    ScheduledBatch,
-    StepInFlight,
-    StepTracer,
-)
+from mlx_parallm.types.step import SampledToken, ScheduledBatch, StepInFlight, StepTracer
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.device.dispatcher import Dispatcher, ThreadDispatcher
 from mlx_parallm.worker.generation.cache_layout import probe_layout
@@ -304,60 +297,6 @@ def test_steps_that_a_thread_submits_give_the_same(
         check_steps_ahead(name, attention, ThreadDispatcher)
     finally:
         mx.set_default_stream(before)
-
-
-class PhaseTracer:
-    """Notes the phases of all steps. Implements ``StepTracer``."""
-
-    def __init__(self) -> None:
-        self.phases: list[Phase] = []
-
-    def span(
-        self, phase: Phase, batch: ScheduledBatch | None = None
-    ) -> AbstractContextManager[None]:
-        del batch
-        self.phases.append(phase)
-        return nullcontext()
-
-
-@pytest.mark.parametrize(
-    ("params", "is_beside"),
-    [
-        ({"logprobs": None}, True),
-        ({"logprobs": None, "temperature": 1.0}, True),
-        ({"logprobs": None, "repetition_penalty": 1.2}, True),
-        # Their results are read by operations of MLX.
-        ({"logprobs": 2}, False),
-    ],
-)
-def test_plain_steps_are_built_while_the_one_before_is_submitted(
-    params: dict[str, Any], is_beside: bool
-) -> None:
-    before = mx.default_stream(mx.default_device())
-    tracer = PhaseTracer()
-    phases = tracer.phases
-    prompts = {f"r{length}": random_prompt(length) for length in (1, 5, 13)}
-    try:
-        runners = (
-            shared_runner("llama", OrderedAttention, dispatcher=ThreadDispatcher, tracer=tracer),
-            shared_runner("llama", CompiledAttention),
-        )
-        sessions = [Session(runner) for runner in runners]
-        phases.clear()
-        for session in sessions:
-            for request_id, prompt in prompts.items():
-                session.add(request_id, prompt, **params)
-            session.finish()
-    finally:
-        mx.set_default_stream(before)
-    for request_id in prompts:
-        actual, wanted = (session.result(request_id) for session in sessions)
-        assert actual.tokens == wanted.tokens
-    built = [index for index, phase in enumerate(phases) if phase is Phase.BUILD]
-    beside = [index for index in built if index == 0 or phases[index - 1] is not Phase.JOIN]
-    assert (len(beside) > len(built) / 2) is is_beside
-    assert is_beside or not beside
-    assert all(phases[index + 1 : index + 3] == [Phase.JOIN, Phase.DISPATCH] for index in built)
 
 
 def check_steps_ahead(

@@ -62,10 +62,8 @@ def test_tokens_arrive_on_the_host(memory: Memory, size: int) -> None:
     assert copy.read() == copy.read() == tokens.tolist()
 
 
-def test_numbers_stay_until_as_many_steps_have_fetched_theirs(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arrays = PinnedArrays(CudaShim(), memory)
+def evaluated_from_now(monkeypatch: pytest.MonkeyPatch) -> list[mx.array]:
+    """Return a list that gets all arrays that are evaluated."""
     evaluated: list[mx.array] = []
     original = mx.eval
 
@@ -74,12 +72,32 @@ def test_numbers_stay_until_as_many_steps_have_fetched_theirs(
         original(*values)
 
     monkeypatch.setattr(mx, "eval", evaluate)
+    return evaluated
+
+
+def test_numbers_stay_until_as_many_steps_have_fetched_theirs(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = PinnedArrays(CudaShim(), memory)
+    evaluated = evaluated_from_now(monkeypatch)
     fetched = [arrays.fetch(np.full(5, number, np.int32)) for number in range(10)]
     assert len(memory.sizes) == NUM_FETCHED + 1, "the proof has sent too"
     # Memory is used again only once what was fetched from it is there.
     known = [array for array in evaluated if any(array is each for each in fetched)]
     assert len(known) == len(fetched) - NUM_FETCHED
     assert all(ours is theirs for ours, theirs in zip(known, fetched, strict=False))
+
+
+def test_what_a_failed_step_was_to_fetch_is_never_evaluated(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = PinnedArrays(CudaShim(), memory)
+    lost = arrays.fetch(np.arange(5, dtype=np.int32))
+    arrays.forget()
+    evaluated = evaluated_from_now(monkeypatch)
+    later = [arrays.fetch(np.full(5, number, np.int32)) for number in range(2 * NUM_FETCHED)]
+    assert any(array is later[0] for array in evaluated)
+    assert not any(array is lost for array in evaluated)
 
 
 def test_memory_of_copies_is_used_again_when_none_refers_to_it(memory: Memory) -> None:

@@ -58,6 +58,13 @@ class StepArrays:
         """Return numbers on the device, int32; some more may follow them."""
         return mx.array(numbers)
 
+    def forget(self) -> None:
+        """Drop what was fetched; the device is idle.
+
+        What a step that failed was to fetch is never evaluated. ``fetch`` would do it later, maybe
+        while another thread submits a graph.
+        """
+
     def send(self, tokens: mx.array) -> TokenCopy:
         """Return a copy of tokens, uint32 ``[rows]``, for the host."""
         return TokenCopy(tokens)
@@ -105,6 +112,10 @@ class PinnedArrays(StepArrays):
         oldest = self._fetched.popleft()
         mx.eval(oldest.array)
         return oldest.pinned if oldest.pinned.size >= size else self._pin(size)
+
+    @override
+    def forget(self) -> None:
+        self._fetched.clear()
 
     @override
     def send(self, tokens: mx.array) -> TokenCopy:

@@ -153,10 +153,10 @@ class ModelRunner(Runner):
         with self._recovering():
             rows = StepRows(batch.sequences)
             if not self._builds_beside(batch, rows, features):
-                self._join(batch)
+                self._join(batch, rows)
             with self._tracer.span(Phase.BUILD, batch):
                 step = self._build(batch, rows)
-            self._join(batch)
+            self._join(batch, rows)
             if not self.info.runs_ahead:
                 with self._tracer.span(Phase.EVALUATE, batch):
                     step.run(self._written())
@@ -168,9 +168,15 @@ class ModelRunner(Runner):
                 self._path.settle_writes()
         return step
 
-    def _join(self, batch: ScheduledBatch) -> None:
+    def _join(self, batch: ScheduledBatch, rows: StepRows) -> None:
+        """Wait until nothing is being submitted; raise what stopped the step before this one.
+
+        MLX would evaluate what is left of its graph with this one, whose tokens come from it.
+        """
         with self._tracer.span(Phase.JOIN, batch):
             self._dispatcher.join()
+        if rows.has_pending and self._latest is not None:
+            self._latest.check_submitted()
 
     def _builds_beside(
         self, batch: ScheduledBatch, rows: StepRows, features: Sequence[mx.array]

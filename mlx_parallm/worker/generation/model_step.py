@@ -107,6 +107,11 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
         mx.eval(self._outputs(), self._written, self._features)
         self._written, self._features = [], []
 
+    def check_submitted(self) -> None:
+        """Wait until the step is submitted; raise what stopped it, as ``wait`` will do."""
+        if self._dispatch is not None:
+            self._dispatch.end()
+
     def _end_dispatch(self) -> None:
         """Wait until the step is submitted; raise what stopped it."""
         dispatch, self._dispatch = self._dispatch, None

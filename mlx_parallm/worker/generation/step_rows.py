@@ -341,6 +341,7 @@ class StepRows:
 
 
 def _is_plain(sequence: ScheduledSequence) -> bool:
-    """Return True for a sequence with one row, which is sampled and not scored."""
-    is_single = len(sequence.token_ids) == 1 and sequence.sample is not None
-    return is_single and not sequence.target_ids
+    """Return True for a decode row that is sampled, and of which nothing else is asked."""
+    is_decode = len(sequence.token_ids) == 1 and sequence.start > 0 and not sequence.inputs
+    is_sampled = sequence.sample is not None and not sequence.target_ids
+    return is_decode and is_sampled and not sequence.values

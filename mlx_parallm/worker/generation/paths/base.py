@@ -181,6 +181,8 @@ class PooledPath(ForwardPath):
     def forget_writes(self) -> None:
         self._pools.forget_writes()
         self._states.forget_writes()
+        if self._compiled is not None:
+            self._compiled.forget_fetched()
 
     @override
     def forget_weights(self) -> None:

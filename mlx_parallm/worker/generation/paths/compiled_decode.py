@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +17,7 @@ import numpy as np
 from mlx_parallm.types.shape_buckets import padded_blocks, padded_rows
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import CompilableAttention, LayerPool
-from mlx_parallm.worker.device.step_arrays import StepArrays, step_arrays
+from mlx_parallm.worker.device.step_arrays import step_arrays
 from mlx_parallm.worker.generation.paged_cache import PackedStep, positions_of
 from mlx_parallm.worker.generation.row_selection import RowSelector
 from mlx_parallm.worker.generation.source_rows import SourceRows
@@ -72,11 +71,8 @@ class CompiledDecode:
         self._gathered: int | None = None
         self._kinds: Any = None
         self._source_kinds: Any = None
+        self._arrays = step_arrays()
         self.forget()
-
-    @cached_property
-    def _arrays(self) -> StepArrays:
-        return step_arrays()
 
     def forget(self) -> None:
         """Drop the traces, because weights were replaced; the next step makes new ones."""
@@ -84,6 +80,10 @@ class CompiledDecode:
         self._adapted = mx.compile(self._run_adapted)
         # What steps that were traced differ in.
         self._traced: set[Hashable] = set()
+
+    def forget_fetched(self) -> None:
+        """Drop the arrays of steps, some of which failed; no step may be in flight."""
+        self._arrays.forget()
 
     @property
     def is_ready(self) -> bool:
@@ -158,15 +158,15 @@ class CompiledDecode:
         if num_rows > count:
             token_ids = mx.concatenate([token_ids, mx.zeros(num_rows - count, mx.int32)])
         arrays = [rotary, *self._backend.decode_arrays(sequences, positions, self._kinds)]
+        shapes = [list(array.shape) for array in arrays]
+        width = self._table_width(sequences)
+        self._note((num_rows, tuple(map(tuple, shapes)), width, adapter_slots is None))
         # On CUDA, the device would wait for the pages of each array apart.
         packed = self._arrays.fetch(np.concatenate([array.ravel() for array in arrays]))
-        shapes = [list(array.shape) for array in arrays]
         source_arrays = None
         if self._source_rows is not None:
             source_arrays = self._source_rows.decode_arrays(sequences, num_rows, self._source_kinds)
-        width = self._table_width(sequences)
         inputs = (token_ids, packed, shapes, source_arrays, self._chains(), states, width)
-        self._note((num_rows, packed.size, tuple(map(tuple, shapes)), width, adapter_slots is None))
         if adapter_slots is None:
             logits, hidden, chains, states = self._plain(*inputs)
         else:
