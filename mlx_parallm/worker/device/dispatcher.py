@@ -56,13 +56,15 @@ class ThreadDispatcher(Dispatcher):
     """Submits on a thread of its own. Every other call comes from the thread that made it."""
 
     def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "dispatch")
+        # MLX keeps the CUDA events that the first thread drops which uses it, for that thread alone
+        # (``CudaEventPool``). The engine thread drops an event of this thread in every step.
+        self._thread.submit(mx.get_active_memory).result()
         # Both threads use its queue of kernels, in turns. Without a default stream, MLX would make
         # one for the other thread, and may abort a process whose thread ends with a stream.
         stream = _stream_of(threading.get_ident())
         mx.set_default_stream(stream)
-        self._thread = ThreadPoolExecutor(
-            1, "dispatch", initializer=mx.set_default_stream, initargs=(stream,)
-        )
+        self._thread.submit(mx.set_default_stream, stream).result()
         self._latest: Future[None] | None = None
 
     @override

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.worker.device import dispatcher
 from mlx_parallm.worker.device.dispatcher import (
     Dispatcher,
     ThreadDispatcher,
@@ -156,3 +157,30 @@ def test_a_thread_submits_on_cuda(
 ) -> None:
     monkeypatch.setattr("mlx_parallm.worker.device.dispatcher.backend_name", lambda: backend)
     assert dispatcher_of_device().runs_beside is is_beside
+
+
+def test_the_dispatch_thread_is_the_first_to_use_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX would keep an event of every step for the thread that was the first."""
+    calls: list[tuple[str, bool]] = []
+    own = threading.get_ident()
+
+    def noted(name: str) -> None:
+        original = getattr(mx, name)
+
+        def call(*args: object) -> object:
+            calls.append((name, threading.get_ident() == own))
+            return original(*args)
+
+        monkeypatch.setattr(mx, name, call)
+
+    noted("get_active_memory")
+    noted("new_thread_unsafe_stream")
+    noted("set_default_stream")
+    monkeypatch.setattr(dispatcher, "_stream_of", dispatcher._stream_of.__wrapped__)
+    ThreadDispatcher()
+    assert calls == [
+        ("get_active_memory", False),
+        ("new_thread_unsafe_stream", True),
+        ("set_default_stream", True),
+        ("set_default_stream", False),
+    ]
