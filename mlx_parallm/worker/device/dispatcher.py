@@ -113,7 +113,11 @@ class _OnThread(Dispatch):
 
     @override
     def end(self) -> None:
-        self._future.result()
+        try:
+            self._future.result()
+        finally:
+            # An error has this frame. With the future, it would keep itself and the graph alive.
+            del self
 
 
 def _submit(arrays: Sequence[Any], has_begun: threading.Lock) -> None:

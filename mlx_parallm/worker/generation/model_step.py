@@ -115,8 +115,12 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
     def _end_dispatch(self) -> None:
         """Wait until the step is submitted; raise what stopped it."""
         dispatch, self._dispatch = self._dispatch, None
-        if dispatch is not None:
-            dispatch.end()
+        try:
+            if dispatch is not None:
+                dispatch.end()
+        finally:
+            # An error has this frame, and must not keep itself and the step alive.
+            del dispatch
 
     @property
     def _is_plain(self) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -100,6 +103,32 @@ def test_what_stops_a_graph_is_raised_by_its_end_alone(monkeypatch: pytest.Monke
     small.end()
     with pytest.raises(RuntimeError, match="out of memory"):
         large.end()
+
+
+def test_a_refused_graph_is_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most graphs are refused for want of memory, and a cycle would keep what they took."""
+
+    class Graph:
+        pass
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(mx, "async_eval", refuse)
+    dispatcher, graph = ThreadDispatcher(), Graph()
+    left = weakref.ref(graph)
+    dispatch = dispatcher.begin([graph])
+    del graph
+    # The thread has let go of it once it has begun with another one.
+    dispatcher.begin([])
+    gc.disable()
+    try:
+        with contextlib.suppress(RuntimeError):
+            dispatch.end()
+        del dispatch
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_without_a_thread_the_call_raises(monkeypatch: pytest.MonkeyPatch) -> None:
