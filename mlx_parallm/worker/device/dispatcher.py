@@ -57,12 +57,10 @@ class ThreadDispatcher(Dispatcher):
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "dispatch")
-        # MLX keeps the CUDA events that the first thread drops which uses it, for that thread alone
-        # (``CudaEventPool``). The engine thread drops an event of this thread in every step.
-        self._thread.submit(mx.get_active_memory).result()
+        _first_thread()
         # Both threads use its queue of kernels, in turns. Without a default stream, MLX would make
         # one for the other thread, and may abort a process whose thread ends with a stream.
-        stream = _stream_of(threading.get_ident())
+        stream = _stream_of(threading.current_thread())
         mx.set_default_stream(stream)
         self._thread.submit(mx.set_default_stream, stream).result()
         self._latest: Future[None] | None = None
@@ -126,11 +124,24 @@ def _submit(arrays: Sequence[Any], has_begun: threading.Lock) -> None:
 
 
 @functools.cache
-def _stream_of(thread: int) -> mx.Stream:
+def _first_thread() -> ThreadPoolExecutor:
+    """Let a thread that stays be the first to use MLX, unless another one was; return its pool.
+
+    MLX knows that thread by its number, which must not become another one's. It keeps the CUDA
+    events that the thread drops for it alone (``CudaEventPool``), and an engine thread drops one of
+    each step. Where the thread clears its streams, as an engine thread does at its end, it clears
+    those of all dispatchers too (``gpu::clear_streams``).
+    """
+    pool = ThreadPoolExecutor(1, "first-of-mlx")
+    pool.submit(mx.get_active_memory).result()
+    return pool
+
+
+@functools.cache
+def _stream_of(thread: threading.Thread) -> mx.Stream:
     """Return the stream for graphs that a thread builds and another one submits.
 
-    Engines on several threads have one each. A thread that gets the number of one that has ended
-    gets its stream, because MLX frees none.
+    Engines on several threads have one each.
     """
     del thread
     return mx.new_thread_unsafe_stream(mx.default_device())
