@@ -199,7 +199,7 @@ class KernelAttention:
 
     @property
     def runs_in_order(self) -> bool:
-        """See ``CompilableAttention.runs_in_order``: MLX has one stream on CUDA."""
+        """See ``CompilableAttention.runs_in_order``: a model's graphs are on one stream."""
         return self._language.name == "cuda"
 
     def settle(self, pool: LayerPool) -> None:

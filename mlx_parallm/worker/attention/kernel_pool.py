@@ -74,8 +74,9 @@ class KernelPool(LayerPool):
 
     The arrays are written in place and never replaced. ``token``, int32 ``[1]``, is the latest
     write's output: every kernel takes it as an input, so it runs after that write, and evaluating
-    it completes the pool. ``settled`` is a token that no write precedes. ``bound`` is what kernels
-    are given in place of the arrays, in the order of ``PoolLayout.pools``. ``kernels`` caches the
+    it completes the pool. ``settled`` is a token that no write precedes; where kernels run in the
+    order in which they are submitted, it stands for writes that were. ``bound`` is what kernels are
+    given in place of the arrays, in the order of ``PoolLayout.pools``. ``kernels`` caches the
     backend's kernels for this pool, because layers need them at every step and a layout is slow to
     hash.
     """

@@ -29,9 +29,10 @@ class Dispatcher:
     thread of its own it leaves the engine thread free for the results of the step before and the
     schedule of the next one (``docs/decisions/057-a-thread-submits-graphs.md``).
 
-    MLX is not made for two threads that use one stream or one array. Call ``join`` before a graph
-    is built or evaluated, or its arrays are dropped. Meanwhile only arrays may be read from which
-    the graph under way computes nothing.
+    MLX is not made for two threads that use one stream or one array. Call ``join`` before anything
+    is evaluated or traced, and before arrays of the graph under way are dropped. Meanwhile arrays
+    may be read from which that graph computes nothing, and a graph may be built that takes from it
+    only arrays without siblings, which somebody keeps.
     """
 
     def begin(self, arrays: Sequence[Any]) -> Dispatch:
