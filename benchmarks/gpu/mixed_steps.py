@@ -84,7 +84,8 @@ def main() -> int:
         with engine_for(
             model,
             max_num_seqs=bench.sizes.batch(MOST_ROWS) + SPARE,
-            max_model_len=ROOM,
+            # The warm-up runs steps of one prompt, which may fill the budget.
+            max_model_len=ROOM + BUDGET,
             kv_tokens=(bench.sizes.batch(MOST_ROWS) + SPARE) * ROOM,
             step_tokens=BUDGET,
             stall_ms=None if bound == "default" else float(bound),
