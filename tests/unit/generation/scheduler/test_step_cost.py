@@ -221,6 +221,22 @@ def test_growth_stays_within_the_bound_where_a_device_takes_longer_at_last(
         assert growth >= 0.98 * NEAR_GROWTH
 
 
+@given(taken=st.floats(1e-3, 0.1), most=st.integers(200, 2000), least=st.integers(1, 600))
+def test_beyond_the_least_tokens_steps_grow_in_proportion_to_their_time(
+    taken: float, most: int, least: int
+) -> None:
+    """Check it for samples of one size, from which no fixed cost can be learned."""
+    model, bound = StepCost(), 0.045
+    for _ in range(20):
+        model.observe(StepWork.of([(0, most)]), taken)
+    allowance = PrefillAllowance(model, StepWork.of(()), bound, least)
+    allowed = max(least, FIRST_CHUNK, GROWTH * most if taken < 1e-2 else most * bound / taken)
+    assert allowance.room(0) <= 1.01 * allowed
+    assert allowance.room(0) >= 0.8 * least
+    allowance.take(0, least)
+    assert allowance.room(0) <= 1.01 * allowed - least + MIN_CHUNK
+
+
 @given(st.integers(MIN_CHUNK, 4000), st.integers(0, 40))
 def test_all_prefill_of_a_step_is_one_of_few_numbers(most: int, first: int) -> None:
     model = StepCost()
