@@ -1,4 +1,4 @@
-"""Blocks of packed weights whose products compute what is around them, for few rows."""
+"""Blocks of packed weights whose products compute what is around them, for one row."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from mlx_parallm.worker.generation.paged_cache import PackedStep, PagedLayerCach
 from mlx_parallm.worker.generation.seam import ModelSeams
 from mlx_parallm.worker.layers.attention_heads import use_head_kernels
 from mlx_parallm.worker.layers.block_kernels import BlockKernels, use_block_kernels
-from mlx_parallm.worker.layers.fused_blocks import GATES, Fusion, fused_block, use_fused_blocks
+from mlx_parallm.worker.layers.fused_blocks import Fusion, fused_block, use_fused_blocks
 from mlx_parallm.worker.layers.packed import PackedProducts, use_packed_kernels
-from mlx_parallm.worker.layers.packed_kernel import Around, PackedKernels, Tiles
+from mlx_parallm.worker.layers.packed_kernel import PackedKernels
 from mlx_parallm.worker.layers.packing import MXFP4, Packing
+from mlx_parallm.worker.layers.product_variants import Around, Tiles
 from mlx_parallm.worker.layers.row_layers import use_row_layers
 from mlx_parallm.worker.layers.wrapped_calls import WrappedCalls
 from tests.builders.architectures.configs import config_of
@@ -40,17 +41,13 @@ FP4 = Packing(4, 32, MXFP4)
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
 #: ``UNFUSED``: kernels that fused blocks do without.
 UNFUSED = ("blocks_add_norm", "blocks_gate")
-#: ``GATE_MISTAKES``: the same as below, of texts for more rows.
-GATE_MISTAKES = {
-    "rows": ("SUMS + OWN + column]", "SUMS + column]"),
-    "tiles": ("n / 2 * OWN + column", "column"),
-}
 #: ``MISTAKES``: a part of the text, and a mistake in its place.
 MISTAKES = {
     "a sum instead of a mean": ("square / DEPTH", "square"),
     "no weight of the norm": ("* gain", ""),
     "no epsilon": ("+ EPSILON", "+ 0.5f"),
     "the gate itself": ("* 16 + lane + 8]", "* 16 + lane]"),
+    "another base": ("-gate * LOG2E", "-gate"),
     "no residual": ("float(residual[to]) +", ""),
     "the same squares for all warps": ("squares[r][w]", "squares[r][0]"),
 }
@@ -68,8 +65,7 @@ SIZES = {
 @pytest.fixture(autouse=True)
 def few_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try kernels for few rows only: hundreds take long on a CPU."""
-    for name in ("packed", "packed_kernel"):
-        monkeypatch.setattr(f"mlx_parallm.worker.layers.{name}.ROW_COUNTS", (1, 2, 4, 16))
+    monkeypatch.setattr("mlx_parallm.worker.layers.packed_kernel.ROW_COUNTS", (1, 2, 4, 16))
 
 
 class CountedShim(TensorShim):
@@ -125,32 +121,30 @@ def outputs_of(model: Any, shim: TensorShim, rows: int = 1) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("packing", "name", "rows"),
-    [(Q4, "qwen3", 1), (Q4, "llama", 2), (Packing(8, 64), "qwen3", 2), (FP4, "llama", 1)],
+    ("packing", "name"),
+    [(Q4, "qwen3"), (Q4, "llama"), (Packing(8, 64), "qwen3"), (FP4, "llama")],
     ids=str,
 )
-def test_fused_blocks_compute_the_same_with_six_kernels(
-    packing: Packing, name: str, rows: int
-) -> None:
+def test_fused_blocks_compute_the_same_with_six_kernels(packing: Packing, name: str) -> None:
     require_compiler()
     shim = CountedShim()
     model = packed_model(packing, shim, name)
-    wanted = outputs_of(model, shim, rows)
+    wanted = outputs_of(model, shim)
     assert use_fused_blocks(model) == len(model.model.layers)
     shim.counts.clear()
-    actual = outputs_of(model, shim, rows)
+    actual = outputs_of(model, shim)
     assert np.abs(actual - wanted).max() <= 0.02 * np.abs(wanted).max()
     # Two forwards: four products of each block, and the head.
     assert shim.counts["packed_vectors"] == 2 * (4 * len(model.model.layers) + 1)
     assert not any(shim.counts[kind] for kind in UNFUSED)
 
 
-@pytest.mark.parametrize("rows", [3, 16])
+@pytest.mark.parametrize("rows", [2, 16])
 def test_blocks_of_more_rows_compute_the_same(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threadgroups divide the depth of narrow weights from 9 rows on, if it is long enough."""
     require_compiler()
     split = ((16, Tiles(16, 64, 1, 4, splits=2)),)
-    monkeypatch.setattr("mlx_parallm.worker.layers.packed_kernel.SPLIT_TILES", split)
+    monkeypatch.setattr("mlx_parallm.worker.layers.product_variants.SPLIT_TILES", split)
     shim = CountedShim()
     model = packed_model(Q4, shim, sizes={"intermediate_size": 2048})
     wanted = outputs_of(model, shim, rows)
@@ -162,7 +156,7 @@ def test_blocks_of_more_rows_compute_the_same(rows: int, monkeypatch: pytest.Mon
     layers = len(model.model.layers)
     sums = layers if rows > 8 else 0
     assert shim.counts["blocks_add_norm"] == 2 * (2 * layers - 1 + sums)
-    assert not shim.counts["blocks_gate"]
+    assert shim.counts["blocks_gate"] == 2 * layers
 
 
 def test_wrapped_layers_are_called() -> None:
@@ -207,26 +201,11 @@ def test_a_mistake_shows(mistake: str) -> None:
 
 
 def fusions(shim: TensorShim) -> list[Fusion]:
-    """Return what few rows compute around products."""
+    """Return what is computed around products of one row."""
     products = PackedProducts(Q4, 512, "cuda")
     products.kernels = PackedKernels(shim)
     arounds = (Around(1e-5), Around(1e-5, gates=True), Around(adds=True))
-    return [Fusion(products, around, mx.bfloat16, 512) for around in arounds]
-
-
-@pytest.mark.parametrize("name", ["rows", "tiles"])
-def test_a_gate_that_is_its_own_number_shows(name: str) -> None:
-    require_compiler()
-    right, wrong = GATE_MISTAKES[name]
-    assert kernel_text(TEXTS / "packed" / f"{name}.cu").count(right) == 1
-    shim = TensorShim()
-    products = PackedProducts(Q4, 512, "cuda")
-    products.kernels = PackedKernels(shim)
-    fusion = Fusion(products, GATES, mx.bfloat16, 512)
-    assert fusion.why_not() is None
-    products.kernels = PackedKernels(shim)
-    shim.mutate = lambda _, body: body.replace(right, wrong)
-    assert fusion.why_not() is not None
+    return [Fusion(products, around, mx.bfloat16) for around in arounds]
 
 
 def test_a_wrong_kernel_is_not_used() -> None:

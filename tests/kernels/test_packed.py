@@ -6,18 +6,16 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.worker.layers.packed import PackedProducts
-from mlx_parallm.worker.layers.packed_kernel import (
+from mlx_parallm.worker.layers.packed_kernel import PackedKernels, variants_of, why_not
+from mlx_parallm.worker.layers.packing import MXFP4, Packing
+from mlx_parallm.worker.layers.product_variants import (
     Format,
-    PackedKernels,
     Rows,
     Tiles,
     Vectors,
     split_variant_for,
     variant_for,
-    variants_of,
-    why_not,
 )
-from mlx_parallm.worker.layers.packing import MXFP4, Packing
 from tests.kernels.mutation import passes_in_every_order
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_language import ORDERS, KernelError
@@ -89,7 +87,7 @@ def test_products_are_right(
 ) -> None:
     require_compiler()
     # Threadgroups of ``vectors.cu`` take several panels where there are more than these.
-    monkeypatch.setattr("mlx_parallm.worker.layers.packed_kernel.PROCESSORS", 2)
+    monkeypatch.setattr("mlx_parallm.worker.layers.product_variants.PROCESSORS", 2)
     shim = TensorShim()
     shim.order = (rows + packing.bits) % len(ORDERS)
     assert error(shim, packing, dtype, variant, rows, width, depth) < 0.01
@@ -121,7 +119,7 @@ SMALL: dict[str, tuple[Rows | Vectors | Tiles, int, int, int]] = {
         ("rows", "__syncthreads();\nfor (int i = threadIdx.x", "for (int i = threadIdx.x"),
         ("rows", "announce(arrival, WIDE *", "announce(arrival, 15 *"),
         ("rows", "span / STAGES % 2", "0"),
-        ("rows", "min(first + row % OWN, width - 1)", "min(first + row % OWN + 1, width - 1)"),
+        ("rows", "min(first + row, width - 1)", "min(first + row + 1, width - 1)"),
         ("tiles", "publish();\n__syncthreads();", "publish();"),
         ("tiles", "await_tiles<0>();\n__syncthreads();", "await_tiles<0>();"),
         ("tiles", "await_fetches<STAGES - 3>", "await_fetches<STAGES - 2>"),
@@ -140,7 +138,7 @@ def test_a_mistake_shows(
     name: str, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_compiler()
-    monkeypatch.setattr("mlx_parallm.worker.layers.packed_kernel.PROCESSORS", 1)
+    monkeypatch.setattr("mlx_parallm.worker.layers.product_variants.PROCESSORS", 1)
     shim = TensorShim()
     bodies: list[str] = []
 
@@ -201,7 +199,7 @@ def test_variants_fit_a_processor_and_take_their_rows(packing: Packing, dtype: m
         assert residency.threads * residency.threadgroups <= 1024
     for width in (4096, 24576):
         assert isinstance(variant_for(form, 1, width, 4096), Vectors)
-        assert isinstance(variant_for(form, 3, width, 4096), Rows)
+        assert isinstance(variant_for(form, 2, width, 4096), Rows)
         # Rows that are too long for shared memory.
         assert isinstance(variant_for(form, 1, width, 1 << 16), Rows)
         assert isinstance(variant_for(form, 8, width, 4096), Rows)
@@ -212,7 +210,7 @@ def test_variants_fit_a_processor_and_take_their_rows(packing: Packing, dtype: m
     assert splits is not None
     assert splits.splits > 1
     assert split_variant_for(form, 32, 24576, 8192) is None
-    assert split_variant_for(form, 32, 4096, splits.splits * form.scale_span) is not None
+    assert split_variant_for(form, 32, 4096, 2 * splits.splits * form.scale_span) is not None
     assert split_variant_for(form, 32, 4096, form.scale_span) is None
     assert split_variant_for(form, 8, 4096, 8192) is None
     assert split_variant_for(form, 513, 4096, 8192) is None

@@ -22,7 +22,6 @@ from mlx_parallm.worker.generation.paged_cache import PackedStep, PagedLayerCach
 from mlx_parallm.worker.layers.attention_heads import LAYERS, columns_of, inputs_of, settings_of
 from mlx_parallm.worker.layers.block_kernels import BLOCKS, MLPS, run_block, run_mlp
 from mlx_parallm.worker.layers.fused_blocks import fused_block
-from mlx_parallm.worker.layers.packed_kernel import MAX_VECTORS
 from mlx_parallm.worker.layers.row_layers import Columns
 
 Override = Callable[..., mx.array | None]
@@ -100,7 +99,7 @@ def block_of_kernels(
 ) -> mx.array | None:
     """Return a block's output, whose residuals and norms are one kernel; None without kernels.
 
-    Products of packed weights compute what is between them for few rows, and leave sums of parts to
+    Products of packed weights compute what is between them for one row, and leave sums of parts to
     the kernel of residuals for more.
     """
     if "_kernels" not in module or module.training or not isinstance(cache, PagedLayerCache):
@@ -118,7 +117,7 @@ def block_of_kernels(
         step.residual = run_block(
             module, x, lambda rows: attention(rows, mask, cache), module.mlp, before
         )
-    elif len(x) <= MAX_VECTORS:
+    elif len(x) == 1:
         return fused.after_attention(attended(fused.columns(x)), x)
     else:
         step.residual = run_block(

@@ -1,8 +1,8 @@
 """Blocks of packed weights, whose kernels do what stands between their products.
 
-For one or two rows, a product normalises its input, applies SwiGLU, and adds the residual by
-itself: kernels of their own would take as long. For more rows, threadgroups divide the depth of
-narrow weights, and the kernel that adds the residual adds their parts. See
+For one row, a product normalises its input, applies SwiGLU, and adds the residual by itself:
+kernels of their own would take as long. For more rows, threadgroups divide the depth of narrow
+weights, and the kernel that adds the residual adds their parts. See
 ``docs/decisions/059-blocks-of-packed-weights.md``.
 """
 
@@ -21,7 +21,7 @@ from mlx_parallm.worker.device.kernel_trial import KernelTrials, largest_error, 
 from mlx_parallm.worker.layers.attention_heads import LAYERS
 from mlx_parallm.worker.layers.block_kernels import BLOCKS, MLPS, gated
 from mlx_parallm.worker.layers.packed import PackedProducts
-from mlx_parallm.worker.layers.packed_kernel import Around, Format, Rows, Tiles, Vectors
+from mlx_parallm.worker.layers.product_variants import Around, Format
 from mlx_parallm.worker.layers.row_layers import Columns, RowProduct, product_of
 
 # TRIAL_WIDTH: rows of a trial's weight; half of them are no multiple of a threadgroup's.
@@ -31,8 +31,6 @@ TRIAL_WIDTH = 168
 MAX_FUSED_ERROR = 0.03
 # MAX_ROWS: more rows are multiplied with unpacked weights, and nothing is fused.
 MAX_ROWS = 512
-#: ``GATES``: SwiGLU alone, for more rows than norms are fused for.
-GATES = Around(gates=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,33 +40,31 @@ class Fusion:
     Attributes:
         packed: multiplies the weights, with kernels.
         around: what is computed.
-        dtype: of the rows.
-        width: rows of the weights.
+        dtype: of the row.
     """
 
     packed: PackedProducts
     around: Around
     dtype: mx.Dtype
-    width: int
 
     @property
     def shape(self) -> tuple[Any, ...]:
         """Return all that the kernels depend on."""
-        packing, variants = self.packed.packing, tuple(self._variants())
+        packing = self.packed.packing
         return (
             *(packing.mode, packing.bits, packing.group_size, self.packed.depth, self.dtype),
-            *(self.around, variants),
+            self.around,
         )
 
     def begin(self) -> None:
-        """Begin to compile the kernels, in the background if possible."""
-        assert self.packed.kernels is not None, "see can_surround"
-        for variant in self._variants():
-            form = Format(self.packed.packing, self.dtype)
-            self.packed.kernels.kernel(form, variant, self.around)
+        """Begin to compile the kernel, in the background if possible."""
+        variant = self.packed.variant_around(self.dtype)
+        assert self.packed.kernels is not None, "see variant_around"
+        assert variant is not None, "see variant_around"
+        self.packed.kernels.kernel(Format(self.packed.packing, self.dtype), variant, self.around)
 
     def why_not(self) -> str | None:
-        """Return why the kernels are not to be used; None if they agree with MLX."""
+        """Return why the kernel is not to be used; None if it agrees with MLX."""
         return why_off(self.error, MAX_FUSED_ERROR)
 
     def error(self, width: int = TRIAL_WIDTH) -> float:
@@ -76,38 +72,24 @@ class Fusion:
 
         ``width`` is that of the weight in the trial.
         """
-        depth, packing, dtype, around = (
-            self.packed.depth,
-            self.packed.packing,
-            self.dtype,
-            self.around,
-        )
-        assert self.packed.kernels is not None, "see can_surround"
-        weight_key, gain_key = mx.random.split(mx.random.key(0))
-        weight = mx.random.normal((width, depth), key=weight_key) * depth**-0.5
+        depth, packing, dtype = self.packed.depth, self.packed.packing, self.dtype
+        keys = mx.random.split(mx.random.key(0), 4)
+        weight = mx.random.normal((width, depth), key=keys[0]) * depth**-0.5
         arrays = mx.quantize(weight.astype(dtype), packing.group_size, packing.bits, packing.mode)
+        x = 3 * mx.random.normal((1, 1, depth), key=keys[1]).astype(dtype)
+        gain = mx.random.normal((depth,), key=keys[2]).astype(dtype)
+        residual = mx.random.normal((1, 1, width), key=keys[3]).astype(dtype)
+        others = {"norm_weight": gain, "residual": residual}
+        inputs = [others[name] for name in self.around.inputs]
+        actual = self.packed.around(x, arrays, self.around, inputs)
         plain = packing.unpacked(arrays, dtype).T
-        gain = mx.random.normal((depth,), key=gain_key).astype(dtype)
-        worst = 0.0
-        for variant, rows in self._variants().items():
-            x = 3 * mx.random.normal((rows, 1, depth), key=mx.random.key(rows)).astype(dtype)
-            residual = mx.random.normal((rows, 1, width), key=mx.random.key(rows)).astype(dtype)
-            others = {"norm_weight": gain, "residual": residual}
-            actual = self.packed.kernels.product(
-                x, arrays, packing, variant, around, [others[name] for name in around.inputs]
-            )
-            wanted = _stock(x, plain, gain, residual, around)
-            worst = max(worst, largest_error(actual, wanted))
-        return worst
-
-    def _variants(self) -> dict[Rows | Vectors | Tiles, int]:
-        return self.packed.variants_around(self.dtype, self.around, self.width)
+        return largest_error(actual, _stock(x, plain, gain, residual, self.around))
 
 
 def _stock(
     x: mx.array, plain: mx.array, gain: mx.array, residual: mx.array, around: Around
 ) -> mx.array:
-    """Return what MLX's operations compute of rows and an unpacked weight, ``[K, N]``."""
+    """Return what MLX's operations compute of a row and an unpacked weight, ``[K, N]``."""
     if around.epsilon is not None:
         x = mx.fast.rms_norm(x, gain, around.epsilon)
     output = x @ plain
@@ -141,8 +123,10 @@ class FusedBlock:
 
     @property
     def has_kernels(self) -> bool:
-        """True if all products have kernels for rows of the hidden states' dtype."""
-        return all(fusion.packed.can_surround(self.dtype) for fusion in self.fusions())
+        """True if all products have kernels for a row of the hidden states' dtype."""
+        return all(
+            fusion.packed.variant_around(self.dtype) is not None for fusion in self.fusions()
+        )
 
     def fusions(self) -> Iterator[Fusion]:
         """Yield the products with what is computed around them."""
@@ -151,25 +135,24 @@ class FusedBlock:
             (self.heads, Around(self.block.input_layernorm.eps)),
             (self.output, adds),
             (self.gates, Around(self.block.post_attention_layernorm.eps, gates=True)),
-            (self.gates, GATES),
             (self.down, adds),
         ):
             assert product.packed is not None, "weights are packed"
-            yield Fusion(product.packed, around, self.dtype, sum(product.widths))
+            yield Fusion(product.packed, around, self.dtype)
 
     def columns(self, x: mx.array) -> list[Columns]:
-        """Return the queries, keys and values of few rows of hidden states, ``[T, 1, hidden]``."""
+        """Return the queries, keys and values of one row of hidden states, ``[1, 1, hidden]``."""
         norm = self.block.input_layernorm
         whole = self.heads.around(x, Around(norm.eps), [norm.weight])
         firsts = accumulate(self.heads.widths[:-1], initial=0)
         return [Columns(whole, first) for first in firsts]
 
     def after_attention(self, attended: mx.array, x: mx.array) -> mx.array:
-        """Return the block's output for few rows.
+        """Return the block's output for one row.
 
         Args:
-            attended: of the rows' heads, ``[T, heads, 1, D]``.
-            x: the block's hidden states, ``[T, 1, hidden]``.
+            attended: of the row's heads, ``[1, heads, 1, D]``.
+            x: the block's hidden states, ``[1, 1, hidden]``.
         """
         norm = self.block.post_attention_layernorm
         hidden = self.output.around(attended, Around(adds=True), [x])
@@ -178,9 +161,6 @@ class FusedBlock:
 
     def mlp(self, x: mx.array) -> mx.array:
         """Return the MLP of normalised rows, ``[T, 1, hidden]``, or parts of it."""
-        packed = self.gates.packed
-        if packed is not None and packed.can_gate(x, sum(self.gates.widths)):
-            return self.down.parts(self.gates.around(x, GATES, []))
         return self.down.parts(gated(self.block.mlp, x))
 
 

@@ -12,23 +12,18 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.types.shape_buckets import ROW_COUNTS
 from mlx_parallm.worker.device.kernel_trial import KernelTrials
-from mlx_parallm.worker.layers.packed_kernel import (
-    DTYPES,
-    MAX_VECTORS,
+from mlx_parallm.worker.layers.packed_kernel import DTYPES, PackedKernels, why_not, why_unsupported
+from mlx_parallm.worker.layers.packing import AFFINE, MXFP4, MXFP8, Packing
+from mlx_parallm.worker.layers.product_variants import (
     Around,
     Format,
-    PackedKernels,
     Rows,
     Tiles,
     Vectors,
     split_variant_for,
     variant_for,
-    why_not,
-    why_unsupported,
 )
-from mlx_parallm.worker.layers.packing import AFFINE, MXFP4, MXFP8, Packing
 
 # FOUR_BITS, EIGHT_BITS: widths of numbers of which a byte holds two, or one.
 FOUR_BITS, EIGHT_BITS = 4, 8
@@ -83,33 +78,23 @@ class PackedProducts:
     def around(
         self, x: mx.array, arrays: Sequence[mx.array], around: Around, others: Sequence[mx.array]
     ) -> mx.array:
-        """Return the product of rows with what is computed around it, ``[T, 1, N]``.
+        """Return the product of one row with what is computed around it, ``[1, 1, N]``.
 
         Args:
-            x: T rows of K numbers.
+            x: the row's K numbers; the first axis has one element.
             arrays: the weight's, in the order of ``Packing.names``.
-            around: what is computed; ``can_surround`` is true.
+            around: what is computed; there is a ``variant_around``.
             others: inputs of that, in the order of ``Around.inputs``.
         """
-        variant = self._variant(x.dtype, len(x), len(arrays[0]))
-        assert self.kernels is not None, "see can_surround"
-        assert variant is not None, "see can_surround"
+        variant = self.variant_around(x.dtype)
+        assert self.kernels is not None, "see variant_around"
+        assert variant is not None, "see variant_around"
         return self.kernels.product(x, arrays, self.packing, variant, around, others)
 
-    def variants_around(
-        self, dtype: mx.Dtype, around: Around, width: int
-    ) -> dict[Rows | Vectors | Tiles, int]:
-        """Return the variants that compute this around products, each with a number of rows.
-
-        SwiGLU alone is for more rows than what few rows compute.
-        """
-        variants: dict[Rows | Vectors | Tiles, int] = {}
-        for rows in (*ROW_COUNTS, 2 * ROW_COUNTS[-1]):
-            variant = self._variant(dtype, rows, width)
-            is_for_few = around != Around(gates=True)
-            if variant is not None and isinstance(variant, Vectors) == is_for_few:
-                variants.setdefault(variant, max(1, rows - 1 if rows > MAX_VECTORS else rows))
-        return variants
+    def variant_around(self, dtype: mx.Dtype) -> Rows | Vectors | Tiles | None:
+        """Return the variant that computes what stands around products of one row."""
+        variant = self._variant(dtype, 1, 1)
+        return variant if isinstance(variant, Vectors) else None
 
     def parts(self, x: mx.array, arrays: Sequence[mx.array]) -> mx.array:
         """Return the product of rows ``[T, 1, K]``, or parts of it that are still to be added.
@@ -124,14 +109,6 @@ class PackedProducts:
         if variant is None or self.kernels is None:
             return self(x, arrays)
         return self.kernels.product(x, arrays, self.packing, variant)
-
-    def can_surround(self, dtype: mx.Dtype) -> bool:
-        """True if kernels compute what stands around products of rows of this dtype."""
-        return isinstance(self._variant(dtype, MAX_VECTORS, 1), Vectors)
-
-    def can_gate(self, x: mx.array, width: int) -> bool:
-        """True if a kernel multiplies rows ``[T, 1, K]`` and computes SwiGLU of the product."""
-        return self._variant(x.dtype, len(x), width) is not None
 
     def _product(self, rows: mx.array, arrays: Sequence[mx.array]) -> mx.array:
         variant = self._variant(rows.dtype, len(rows), len(arrays[0]))

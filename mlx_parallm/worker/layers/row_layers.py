@@ -22,8 +22,8 @@ from mlx_parallm.types.shape_buckets import padded_rows
 from mlx_parallm.worker.device.kernel_trial import KernelTrials, ShapeTrials
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.layers.packed import PackedProducts
-from mlx_parallm.worker.layers.packed_kernel import Around
 from mlx_parallm.worker.layers.packing import WORD_BITS, Packing, packing_of
+from mlx_parallm.worker.layers.product_variants import Around
 from mlx_parallm.worker.layers.row_kernel import MAX_ROWS, RowKernel, why_not, why_unsupported
 from mlx_parallm.worker.layers.wrapped_calls import replace_class
 
@@ -133,7 +133,7 @@ class RowProduct:
         return output
 
     def around(self, x: mx.array, around: Around, others: Sequence[mx.array]) -> mx.array:
-        """Return the product of rows and packed weights, with what is computed around it.
+        """Return the product of one row and packed weights, with what is computed around it.
 
         All layers' columns are in it. See ``PackedProducts.around``.
         """

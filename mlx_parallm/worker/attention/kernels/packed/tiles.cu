@@ -3,8 +3,6 @@
 // of them at a time; values are unpacked into registers. Warpgroups divide the rows of the weight
 // and, by SLABS, the chunk: 64 numbers each. Sums of the same rows are added at the end. SPLITS
 // threadgroups divide the depth of the same rows: outputs are then float32, and another kernel adds.
-// With GATE, half of a threadgroup's rows are gates, and half are the numbers that these multiply
-// (SwiGLU).
 #if MXFP4
 using Format = Mxfp4<T>;
 #elif BITS == 4
@@ -15,7 +13,6 @@ using Format = Affine8<T>;
 using Scale = Format::Scale;
 constexpr int ARRAYS = Format::ARRAYS;
 constexpr int THREADS = 2 * WIDE * SLABS;
-constexpr int OWN = GATE ? WIDE / 2 : WIDE;  // outputs of a row of x
 constexpr int PIECES = BITS / 2;  // pieces of 64 numbers
 constexpr int X_SLAB = ROWS * 8;
 constexpr int SLAB = WIDE * PIECES;
@@ -34,10 +31,10 @@ const int own_slab = warp / (WIDE / 16);
 const int own_row = warp % (WIDE / 16) * 16 + quad;
 const int num_rows = x_shape[0];
 const int depth = x_shape[2];
-const int width = weight_shape[0] / (GATE ? 2 : 1);
-const int columns = (width + OWN - 1) / OWN;
+const int width = weight_shape[0];
+const int columns = (width + WIDE - 1) / WIDE;
 const int split = blockIdx.x % SPLITS;
-const int first = blockIdx.x / SPLITS % columns * OWN;
+const int first = blockIdx.x / SPLITS % columns * WIDE;
 const int base = blockIdx.x / SPLITS / columns * ROWS;
 const int first_span = depth / SPAN * split / SPLITS;
 const int chunks = (depth / SPAN * (split + 1) / SPLITS - first_span) * (SPAN / CHUNK);
@@ -48,25 +45,21 @@ const int chunks = (depth / SPAN * (split + 1) / SPLITS - first_span) * (SPAN / 
 constexpr int X_STEP = X_SLAB < THREADS ? X_SLAB / 8 : THREADS / 8;  // rows
 constexpr int X_TURNS = (X_SLAB + THREADS - 1) / THREADS;            // in a slab
 constexpr int X_SLABS = X_SLAB < THREADS ? THREADS / X_SLAB : 1;     // in a turn
-static_assert(SLABS % X_SLABS == 0, "threads load more rows of x than there are");
 const int x_row = base + thread_index % X_SLAB / 8;
 const int x_to = thread_index ^ thread_index / 8 % 8;
 const T* x_from = x + (Place)min(x_row, num_rows - 1) * depth;
 x_from += thread_index / X_SLAB * 64 + thread_index % 8 * 8 + first_span * SPAN;
-const auto row_of = [&](int row) {
-  return min(first + row % OWN, width - 1) + row / OWN * width;
-};
 constexpr int TURNS = (SLABS * SLAB + THREADS - 1) / THREADS;
 const Piece* from[TURNS];
 #pragma unroll
 for (int j = 0; j < TURNS; j++) {
   const int i = j * THREADS + thread_index;
-  const Place row = row_of(i % SLAB / PIECES);
+  const Place row = min(first + i % SLAB / PIECES, width - 1);
   from[j] = (const Piece*)weight + row * (depth / 128 * BITS) + i / SLAB * PIECES + i % PIECES;
   from[j] += first_span * (SPAN / 64) * PIECES;
 }
 const int to = thread_index ^ thread_index / 8 % PIECES;
-const Place scale_row = row_of(thread_index % WIDE);
+const Place scale_row = min(first + thread_index % WIDE, width - 1);
 #if MXFP4
 const Scale* scale_from = (const Scale*)scales + scale_row * (depth / GROUP);
 #else
@@ -199,24 +192,17 @@ for (int t = 0; t < ROWS / TILE_ROWS; t++) {
   }
 }
 __syncthreads();
-for (int i = thread_index; i < ROWS * OWN / 2; i += THREADS) {
-  const int row = i / (OWN / 2);
-  const int column = i % (OWN / 2) * 2;
+for (int i = thread_index; i < ROWS * WIDE / 2; i += THREADS) {
+  const int row = i / (WIDE / 2);
+  const int column = i % (WIDE / 2) * 2;
   if (base + row < num_rows && first + column < width) {
-    float sums_of[2][2] = {};
+    float low = 0.0f;
+    float high = 0.0f;
 #pragma unroll
     for (int s = 0; s < SLABS; s++) {
-#pragma unroll
-      for (int n = 0; n < (GATE ? 4 : 2); n++) {
-        sums_of[n / 2][n % 2] += parts[(s * ROWS + row) * LINE + n / 2 * OWN + column + n % 2];
-      }
+      low += parts[(s * ROWS + row) * LINE + column];
+      high += parts[(s * ROWS + row) * LINE + column + 1];
     }
-    float low = sums_of[0][0];
-    float high = sums_of[0][1];
-#if GATE
-    low = float(gated(low, sums_of[1][0], T(0.0f)));
-    high = float(gated(high, sums_of[1][1], T(0.0f)));
-#endif
     const Place place = ((Place)split * num_rows + base + row) * width + first + column;
 #if SPLITS > 1
     out[place] = low;

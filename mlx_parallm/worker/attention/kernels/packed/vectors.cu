@@ -28,6 +28,7 @@ constexpr int SCALES = ROWS == 1 && GROUP <= 64 ? 2 : 1;   // of the two columns
 constexpr int OWN = GATE ? 8 : 16;                         // outputs of a panel
 constexpr int LINE = DEPTH / 8;                            // pieces of a row of x
 constexpr int TIMES = (LINE + THREADS - 1) / THREADS;      // pieces of a thread
+constexpr float LOG2E = 1.4426950408889634f;
 constexpr unsigned RAISED = 0x64006400u;  // 1,024 twice
 using Shared = Chunk<Scale, SCALES>;
 // What a span's sum becomes: times `factor`, plus `lift`, which takes away what numbers were raised
@@ -321,15 +322,17 @@ for (int panel = begin; panel < end; panel++) {
   const bool is_own = lane < ROWS * 16 && lane % 16 < OWN && row < num_rows && column < width;
   if (warp == (panel - begin) % WARPS && is_own) {
     float sum = 0.0f;
-    float number = 0.0f;
+    float gated = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
       sum += own_parts[w * ROWS * 16 + lane];
-      number += GATE ? own_parts[w * ROWS * 16 + lane + 8] : 0.0f;
+      gated += GATE ? own_parts[w * ROWS * 16 + lane + 8] : 0.0f;
     }
     const Place to = (Place)row * width + column;
 #if GATE
-    out[to] = gated(sum, number, T(0.0f));
+    const float gate = float(T(sum));
+    const float sigmoid = float(T(1.0f / (1.0f + exp2f(-gate * LOG2E))));
+    out[to] = T(float(T(gate * sigmoid)) * float(T(gated)));
 #elif RESIDUAL
     out[to] = T(float(residual[to]) + float(T(sum)));
 #else

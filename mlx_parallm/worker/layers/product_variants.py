@@ -1,0 +1,318 @@
+"""The variants of the kernels of packed weights, and which one multiplies how many rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_parallm.kernels.build import Constant
+from mlx_parallm.kernels.kernel import Residency
+from mlx_parallm.worker.layers.packing import AFFINE, MXFP4, WORD_BITS, Packing
+
+# WARP, WARPGROUP: threads.
+WARP, WARPGROUP = 32, 128
+# PIECE: bytes that are loaded at once.
+PIECE = 16
+# FEW: rows of x for which tensor cores multiply as long as for one.
+FEW = 8
+# SLAB: numbers of a row that a warpgroup multiplies at once.
+SLAB = 64
+# PANEL: rows of a weight that tensor cores multiply at once.
+PANEL = 16
+# PROCESSORS of a GPU: as many threadgroups as these have room for take equal parts of a weight.
+PROCESSORS = 132
+# ALIGNMENT of chunks in shared memory, in bytes.
+ALIGNMENT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A packing, and the dtype of values."""
+
+    packing: Packing
+    dtype: mx.Dtype
+
+    @property
+    def arrays(self) -> int:
+        """Return 2 for scales and biases, 1 for scales."""
+        return len(self.packing.names) - 1
+
+    @property
+    def scale_bytes(self) -> int:
+        """Return the bytes of a scale."""
+        return 1 if self.packing.mode == MXFP4 else self.dtype.size
+
+    @property
+    def scale_span(self) -> int:
+        """Return of how many numbers the scales are a piece."""
+        return PIECE // self.scale_bytes * self.packing.group_size
+
+    @property
+    def constants(self) -> dict[str, Constant]:
+        """Return what the kernels' texts know of it."""
+        return {
+            "T": self.dtype,
+            "BITS": self.packing.bits,
+            "MXFP4": int(self.packing.mode == MXFP4),
+            "GROUP": self.packing.group_size,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A variant of ``rows.cu``: up to ``FEW`` rows of x.
+
+    Attributes:
+        wide: rows of the weight, of a threadgroup.
+        warps: of a threadgroup.
+        span: numbers of a row that are loaded at once.
+        stages: spans that are in shared memory.
+    """
+
+    wide: int
+    warps: int
+    span: int
+    stages: int
+
+    text = "packed/rows.cu"
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a threadgroup."""
+        return WARP * self.warps
+
+    @property
+    def constants(self) -> dict[str, Constant]:
+        """Return the text's constants."""
+        return {"WIDE": self.wide, "WARPS": self.warps, "SPAN": self.span, "STAGES": self.stages}
+
+    def residency(self, form: Format) -> Residency:
+        """Return the room that threadgroups take."""
+        bits = form.packing.bits
+        line = self.span * bits // 8 + bits * 4
+        scale_line = self.span // form.packing.group_size * form.scale_bytes + PIECE
+        stages = self.stages * self.wide * (line + form.arrays * scale_line)
+        sums = self.warps * FEW * (self.wide + 1) * mx.float32.size
+        return Residency(max(stages, sums), self.threads)
+
+    def threadgroups(self, rows: int, width: int) -> int:
+        """Return how many threadgroups multiply so many rows of x and of the weight."""
+        assert rows <= FEW
+        return -(-width // self.wide)
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """A variant of ``vectors.cu``: one or two rows of x.
+
+    Attributes:
+        rows: of x.
+        depth: the length of rows.
+        warps: of a threadgroup.
+        ahead: pieces of a row that a lane loads at once.
+        resident: threadgroups of a processor, which bounds their registers.
+    """
+
+    rows: int
+    depth: int
+    warps: int
+    ahead: int
+    resident: int
+
+    text = "packed/vectors.cu"
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a threadgroup."""
+        return WARP * self.warps
+
+    @property
+    def most(self) -> int:
+        """Return how many threadgroups multiply at most; each takes several panels."""
+        return PROCESSORS * self.resident
+
+    @property
+    def constants(self) -> dict[str, Constant]:
+        """Return the text's constants."""
+        return {
+            "ROWS": self.rows,
+            "DEPTH": self.depth,
+            "WARPS": self.warps,
+            "AHEAD": self.ahead,
+            "THREADGROUPS": self.most,
+        }
+
+    def residency(self, form: Format) -> Residency:
+        """Return the room that threadgroups take."""
+        numbers = self.rows * self.depth * form.dtype.size
+        zeros = PIECE * (4 + WORD_BITS // form.packing.bits * 2)
+        spans = PIECE * self.rows * (self.depth // min(form.packing.group_size, SLAB))
+        sums = 2 * self.warps * self.rows * PANEL * mx.float32.size
+        return Residency(numbers + zeros + spans + sums, self.threads, self.resident)
+
+    def threadgroups(self, rows: int, width: int) -> int:
+        """Return how many threadgroups multiply so many rows of x and of the weight."""
+        assert rows <= self.rows
+        panels = -(-width // PANEL)
+        return -(-panels // -(-panels // self.most))
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """The operations that ``vectors.cu`` computes around a product.
+
+    Attributes:
+        epsilon: of the RMSNorm of x; None to multiply x as it is.
+        gates: True if the first half of the product are gates of the other half (SwiGLU).
+        adds: True if the product is added to a residual.
+    """
+
+    epsilon: float | None = None
+    gates: bool = False
+    adds: bool = False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Return the names of further inputs."""
+        norm = ("norm_weight",) if self.epsilon is not None else ()
+        return (*norm, *(("residual",) if self.adds else ()))
+
+    @property
+    def constants(self) -> dict[str, Constant]:
+        """Return the text's constants."""
+        epsilon = {} if self.epsilon is None else {"EPSILON": float(self.epsilon)}
+        switches = {"NORM": len(epsilon), "GATE": int(self.gates), "RESIDUAL": int(self.adds)}
+        return {**switches, **epsilon}
+
+
+NOTHING = Around()
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A variant of ``tiles.cu``.
+
+    Attributes:
+        rows: of x, of a threadgroup.
+        wide: rows of the weight, of a threadgroup.
+        slabs: warpgroups that divide the depth.
+        stages: chunks that are in shared memory.
+        resident: threadgroups of a processor, which bounds their registers.
+        splits: threadgroups that divide the depth; their sums are still to be added.
+    """
+
+    rows: int
+    wide: int
+    slabs: int
+    stages: int
+    resident: int = 1
+    splits: int = 1
+
+    text = "packed/tiles.cu"
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a threadgroup."""
+        return WARPGROUP * self.wide // SLAB * self.slabs
+
+    @property
+    def constants(self) -> dict[str, Constant]:
+        """Return the text's constants."""
+        return {
+            "ROWS": self.rows,
+            "TILE_ROWS": self.rows,
+            "WIDE": self.wide,
+            "SLABS": self.slabs,
+            "STAGES": self.stages,
+            "SPLITS": self.splits,
+        }
+
+    def residency(self, form: Format) -> Residency:
+        """Return the room that threadgroups take."""
+        chunk = SLAB * self.slabs
+        weights = self.wide * form.packing.bits // 8
+        stages = self.stages * chunk * (self.rows * form.dtype.size + weights)
+        spans = 2 if form.scale_span // chunk >= self.stages else 4
+        scales = spans * form.arrays * self.wide * PIECE
+        sums = self.slabs * self.rows * (self.wide + 4) * mx.float32.size
+        return Residency(max(stages + scales, sums) + ALIGNMENT, self.threads, self.resident)
+
+    def threadgroups(self, rows: int, width: int) -> int:
+        """Return how many threadgroups multiply so many rows of x and of the weight."""
+        return -(-rows // self.rows) * -(-width // self.wide) * self.splits
+
+
+# FEW_ROWS: variants for up to ``FEW`` rows of x, by bits, for narrow weights and for wide ones.
+FEW_ROWS = {
+    4: (Rows(wide=16, warps=8, span=2048, stages=1), Rows(32, 8, 2048, 1)),
+    8: (Rows(16, 8, 1024, 3), Rows(16, 8, 1024, 2)),
+}
+# MAX_VECTORS: rows of x up to which ``vectors.cu`` is used.
+MAX_VECTORS = 1
+# MAX_SHARED: bytes of shared memory of a threadgroup with x; two are on a processor at once.
+MAX_SHARED = 96 << 10
+# MAX_NARROW: a weight of so few rows has few threadgroups, so that these need more warps.
+MAX_NARROW = 8192
+# NARROW_TILES, WIDE_TILES: by mode and bits, up to how many rows of x which variant is the fastest
+# on an H200. More rows pay for unpacking the weight (docs/decisions/055-packed-weights-by-rows.md).
+_FIRST = (16, Tiles(16, 64, 2, 6))
+_LAST = (512, Tiles(128, 128, 1, 4, 2))
+_NARROW = ((64, Tiles(64, 64, 4, 4)), (128, Tiles(128, 64, 2, 4)))
+NARROW_TILES = {
+    (AFFINE, 4): (_FIRST, (32, Tiles(32, 64, 4, 6)), *_NARROW, (256, Tiles(128, 64, 2, 4)), _LAST),
+    (AFFINE, 8): (_FIRST, (32, Tiles(32, 64, 4, 6)), *_NARROW, (256, Tiles(128, 64, 2, 3)), _LAST),
+    (MXFP4, 4): (_FIRST, (32, Tiles(32, 64, 4, 6)), *_NARROW, (256, Tiles(128, 64, 2, 4)), _LAST),
+}
+_WIDE = (_FIRST, (32, Tiles(32, 64, 2, 4, 2)))
+WIDE_TILES = {
+    (AFFINE, 4): (*_WIDE, (64, Tiles(64, 64, 2, 5)), (128, Tiles(128, 192, 1, 6)), _LAST),
+    (AFFINE, 8): (*_WIDE, (64, Tiles(64, 64, 2, 4, 2)), (128, Tiles(128, 192, 1, 6)), _LAST),
+    (MXFP4, 4): (*_WIDE, (64, Tiles(64, 64, 2, 5, 2)), (128, Tiles(128, 192, 1, 6)), _LAST),
+}
+# SPLIT_TILES: the same of all packings where threadgroups divide the depth, for weights of up to
+# MAX_NARROW rows.
+SPLIT_TILES = (
+    (16, Tiles(16, 64, 2, 6, splits=2)),
+    (32, Tiles(32, 64, 4, 4, splits=2)),
+    (64, Tiles(64, 64, 2, 4, 2, splits=2)),
+    (128, Tiles(128, 64, 2, 4, splits=2)),
+)
+
+
+def variant_for(form: Format, rows: int, width: int, depth: int) -> Rows | Vectors | Tiles | None:
+    """Return the variant that multiplies so many rows of x and of the weight; None to unpack.
+
+    Args:
+        form: of the weight.
+        rows: of x.
+        width: rows of the weight.
+        depth: the length of rows.
+    """
+    packing = form.packing
+    vectors = vectors_for(form, rows, depth)
+    if vectors is not None:
+        return vectors
+    if rows <= FEW:
+        return FEW_ROWS[packing.bits][width > MAX_NARROW]
+    tiles = WIDE_TILES if width > MAX_NARROW else NARROW_TILES
+    own = tiles[packing.mode, packing.bits]
+    return next((variant for limit, variant in own if rows <= limit), None)
+
+
+def split_variant_for(form: Format, rows: int, width: int, depth: int) -> Tiles | None:
+    """Return the variant whose threadgroups divide the depth; None if another one is faster."""
+    if width > MAX_NARROW or rows <= FEW:
+        return None
+    variant = next((variant for limit, variant in SPLIT_TILES if rows <= limit), None)
+    spans = depth // form.scale_span
+    return variant if variant is not None and spans >= 2 * variant.splits else None
+
+
+def vectors_for(form: Format, rows: int, depth: int) -> Vectors | None:
+    """Return the variant of ``vectors.cu`` for so many rows of x; None if there is none."""
+    if rows > MAX_VECTORS:
+        return None
+    bits = form.packing.bits
+    variant = Vectors(rows, depth, warps=8, ahead=bits, resident=2)
+    return variant if variant.residency(form).shared_bytes <= MAX_SHARED else None
