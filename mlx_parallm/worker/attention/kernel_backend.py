@@ -298,8 +298,7 @@ class KernelAttention:
 
     def forget_writes(self, pool: LayerPool) -> None:
         """See ``AttentionBackend.forget_writes``."""
-        kernel_pool = _kernel_pool(pool)
-        kernel_pool.token = kernel_pool.settled
+        self.settle(pool)
 
     def _move_kernels(self, pool: KernelPool) -> MoveKernels:
         moves = pool.kernels.get("moves")
