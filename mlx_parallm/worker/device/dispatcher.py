@@ -134,7 +134,7 @@ def _first_thread() -> ThreadPoolExecutor:
     those of all dispatchers too (``gpu::clear_streams``).
     """
     pool = ThreadPoolExecutor(1, "first-of-mlx")
-    pool.submit(mx.get_active_memory).result()
+    pool.submit(mx.clear_cache).result()
     return pool
 
 
