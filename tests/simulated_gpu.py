@@ -29,7 +29,7 @@ BLOCK_SIZE = 16
 
 
 class VirtualClock:
-    """Seconds that pass only where somebody lets them."""
+    """A clock that stands still until a test or the simulated device advances it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -76,9 +76,9 @@ class StepWork:
 class StepCost:
     """Predicts the seconds of a step: so much by decode row, prefill token and position read.
 
-    A step whose end nobody waited for may have ended earlier, while the host submitted the next one
-    and waited for the device meanwhile, or did not. Which of two neighbours such time is measured
-    as differs by device. So they are learned from together.
+    The host sees a step's end only when it waits for the step's results. A step may have ended
+    before that, while the host submitted the next one; how much of the time then counts as the
+    earlier step's differs by device. So two such neighbours are learned from together.
     """
 
     def __init__(self, *, pads: bool = False) -> None:

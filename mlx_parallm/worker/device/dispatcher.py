@@ -30,9 +30,10 @@ class Dispatcher:
     schedule of the next one (``docs/decisions/057-a-thread-submits-graphs.md``).
 
     MLX is not made for two threads that use one stream or one array. Call ``join`` before anything
-    is evaluated or traced, and before arrays of the graph under way are dropped. Meanwhile arrays
-    may be read from which that graph computes nothing, and a graph may be built that takes from it
-    only arrays without siblings, which somebody keeps.
+    is evaluated or traced, and before arrays of the graph under way are dropped. Meanwhile the
+    caller may read arrays that are no part of that graph. It may also build the next graph, if
+    every array which that takes from this one is its operation's only output, and the caller keeps
+    a reference to the array until ``join``.
     """
 
     def begin(self, arrays: Sequence[Any]) -> Dispatch:

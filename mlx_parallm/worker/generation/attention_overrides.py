@@ -105,7 +105,7 @@ def block_of_kernels(
     if "_kernels" not in module or module.training or not isinstance(cache, PagedLayerCache):
         return None
     before, step.residual = step.residual, None
-    if before is None or before.total is not x:
+    if before is not None and before.total is not x:
         before = None
     fused = fused_block(module, x) if cache.makes_heads(x.dtype) else None
     attention = module.self_attn
