@@ -23,6 +23,7 @@ from mlx_parallm.worker.attention.heads import HeadInputs, HeadSettings
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.device.kernel_trial import KernelTrials, largest_error, why_off
 from mlx_parallm.worker.layers.row_layers import Columns, called_part
+from mlx_parallm.worker.layers.wrapped_calls import class_of
 
 #: ``LAYERS``: mlx_lm's attention layers of this form, by module and class name.
 LAYERS = frozenset(
@@ -52,7 +53,7 @@ def use_head_kernels(
     backend = KernelAttention(BLOCK_SIZE, language)
     marked = 0
     for layer in model.modules():
-        kind = type(layer).__module__, type(layer).__name__
+        kind = class_of(layer)
         settings = settings_of(layer) if kind in LAYERS else None
         if settings is None:
             continue

@@ -20,6 +20,7 @@ from mlx_parallm.kernels.language import KernelLanguage
 from mlx_parallm.worker.device.kernel_trial import KernelTrials, largest_error, why_off
 from mlx_parallm.worker.layers.kernels import HEADERS, TEXTS
 from mlx_parallm.worker.layers.row_layers import Columns, called_part
+from mlx_parallm.worker.layers.wrapped_calls import class_of
 
 # VECTOR: neighbouring numbers that a thread takes, 16 bytes in 16-bit types.
 VECTOR = 8
@@ -131,7 +132,7 @@ def use_block_kernels(
     )
     marked = 0
     for module in model.modules():
-        kind = type(module).__module__, type(module).__name__
+        kind = class_of(module)
         if kind in BLOCKS:
             is_right = all(
                 norms.agree(

@@ -29,6 +29,7 @@ from mlx_parallm.worker.layers.state_kernels import (
     launch_of,
     vector_of,
 )
+from mlx_parallm.worker.layers.wrapped_calls import class_of
 
 # EPSILON is that of mlx_lm's ``normalize_qk``, as its layers call it.
 EPSILON = 1e-6
@@ -160,12 +161,12 @@ def use_net_kernels(
     trial = (trials or KernelTrials()).of("kernels of gated delta nets are")
     served = 0
     for net in model.modules():
-        if _kind(net) not in NETS:
+        if class_of(net) not in NETS:
             continue
         if trial.agree(_shape(net), partial(why_not, kernels, net)):
             # The inputs are looked up now: the class may be replaced while steps are split, and
             # its module's name is then another.
-            net["_kernels"] = kernels, NETS[_kind(net)]
+            net["_kernels"] = kernels, NETS[class_of(net)]
             served += 1
     return served
 
@@ -216,7 +217,8 @@ def net_error(kernels: NetKernels, net: Any) -> float:
     caches = [ArraysCache(2) for _ in range(2)]
     for cache in caches:
         cache.cache = [kept, state]
-    actual, expected = _run(kernels, NETS[_kind(net)], net, x, caches[0]), net(x, cache=caches[1])
+    actual = _run(kernels, NETS[class_of(net)], net, x, caches[0])
+    expected = net(x, cache=caches[1])
     pairs = [(actual, expected), *zip(caches[0].cache, caches[1].cache, strict=True)]
     return max(largest_error(*pair) for pair in pairs)
 
@@ -230,10 +232,6 @@ def _why_unsupported(net: Any) -> str | None:
     if "bias" in net.conv1d or weight.shape[1] < 2 or net.get("sharding_group") is not None:
         return "its convolution"
     return None
-
-
-def _kind(net: Any) -> tuple[str, str]:
-    return type(net).__module__, type(net).__name__
 
 
 def _shape(net: Any) -> tuple[object, ...]:

@@ -23,6 +23,7 @@ from mlx_parallm.worker.layers.block_kernels import BLOCKS, MLPS, gated
 from mlx_parallm.worker.layers.packed import PackedProducts
 from mlx_parallm.worker.layers.product_variants import Around, Format
 from mlx_parallm.worker.layers.row_layers import Columns, RowProduct, product_of
+from mlx_parallm.worker.layers.wrapped_calls import class_of
 
 # TRIAL_WIDTH: rows of a trial's weight; half of them are no multiple of a threadgroup's.
 TRIAL_WIDTH = 168
@@ -196,14 +197,14 @@ def fused_block(block: Any, x: mx.array) -> FusedBlock | None:
 
 def _fused(block: Any) -> FusedBlock | None:
     """Return the products of a block whose parts are not wrapped."""
-    if _kind(block) not in BLOCKS or _kind(block.self_attn) not in LAYERS:
+    if class_of(block) not in BLOCKS or class_of(block.self_attn) not in LAYERS:
         return None
     norms = (block.input_layernorm, block.post_attention_layernorm)
     dtypes = {norm.weight.dtype for norm in norms}
     if any(type(norm) is not nn.RMSNorm for norm in norms) or len(dtypes) > 1:
         return None
     attention, mlp = block.self_attn, block.mlp
-    if "_makes_heads" not in attention or _kind(mlp) not in MLPS or "_kernels" not in mlp:
+    if "_makes_heads" not in attention or class_of(mlp) not in MLPS or "_kernels" not in mlp:
         return None
     products = [
         product_of(layers)
@@ -216,7 +217,3 @@ def _fused(block: Any) -> FusedBlock | None:
     ]
     packed = [product for product in products if product is not None and product.packed]
     return FusedBlock(block, *packed) if len(packed) == len(products) else None
-
-
-def _kind(module: Any) -> tuple[str, str]:
-    return type(module).__module__, type(module).__name__

@@ -76,3 +76,8 @@ def replace_class(module: Any, replacement: type, **state: Any) -> None:
     module.__class__ = replacement
     for name, value in state.items():
         module[name] = value
+
+
+def class_of(module: Any) -> tuple[str, str]:
+    """Return the names of a module's Python module and class, by which kernels know it."""
+    return type(module).__module__, type(module).__name__
