@@ -200,13 +200,16 @@ def statuses(server: ServerProcess) -> set[int]:
     return {httpx2.get(f"{server.url}{path}").status_code for path in PROBES}
 
 
-def accepts(server: ServerProcess) -> bool:
-    """True if the server takes connections."""
+def refuses(server: ServerProcess) -> bool:
+    """True if nothing listens at the server's port."""
     try:
-        with socket.create_connection(("127.0.0.1", server.port)):
-            return True
+        socket.create_connection(("127.0.0.1", server.port)).close()
     except ConnectionRefusedError:
+        return True
+    except ConnectionResetError:
+        # The listening socket was closed while it had this connection in its queue.
         return False
+    return False
 
 
 @contextmanager
@@ -260,7 +263,7 @@ def test_after_the_delay_connections_are_refused_and_streams_end(flags: tuple[st
     server.wait_until_ready()
     with streaming(server) as lines:
         server.process.terminate()
-        while accepts(server):
+        while not refuses(server):
             pass
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert server.stop() == 0
