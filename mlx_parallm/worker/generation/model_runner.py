@@ -34,7 +34,7 @@ from mlx_parallm.worker.generation.inputs.runs import InputComputer, Tensors
 from mlx_parallm.worker.generation.inputs.sources import SourceEncoder, StepOrder
 from mlx_parallm.worker.generation.live_model import LiveModel
 from mlx_parallm.worker.generation.model_step import ModelStep
-from mlx_parallm.worker.generation.paths.base import ForwardPath, PooledPath
+from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
 from mlx_parallm.worker.generation.rank_steps import RankTokens
 from mlx_parallm.worker.generation.state_moves import StateMoves
@@ -117,8 +117,7 @@ class ModelRunner(Runner):
         self._arrays = arrays
         self._tokens = PendingTokens()
         self._latest: ModelStep | None = None
-        if isinstance(path, PooledPath):
-            path.before_traces(dispatcher.join)
+        path.before_traces(dispatcher.join)
         pools = [path.pools, None if draft is None else draft.pools]
         self._moves = HostMoves(ranks, faults, self._joined, runs_ahead=info.runs_ahead)
         self._blocks = BlockMoves([each for each in pools if each is not None], self._moves)
@@ -164,7 +163,7 @@ class ModelRunner(Runner):
             with self._tracer.span(Phase.DISPATCH, batch):
                 step.start(self._written(), features, self._dispatcher)
             self._latest = step
-            if self._dispatcher.runs_beside and isinstance(self._path, PooledPath):
+            if self._dispatcher.runs_beside:
                 self._path.settle_writes()
         return step
 
@@ -188,7 +187,6 @@ class ModelRunner(Runner):
         """
         return (
             self._dispatcher.runs_beside
-            and isinstance(self._path, PooledPath)
             and self._path.builds_beside
             and self._draft is None
             and self._ranks is None

@@ -7,7 +7,7 @@ nothing is computed in batches, and prefixes are not reused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -40,6 +40,17 @@ class AlonePath(ForwardPath):
     @override
     def is_compiled(self) -> bool:
         return False
+
+    @property
+    @override
+    def builds_beside(self) -> bool:
+        return False
+
+    def before_traces(self, join: Callable[[], None]) -> None:
+        """Do nothing: no step is traced."""
+
+    def settle_writes(self) -> None:
+        """Do nothing: writes are ordered by the caches that they change."""
 
     @property
     @override

@@ -60,6 +60,22 @@ class ForwardPath(Protocol):
         """True if steps of decode rows are calls of a compiled function."""
         ...
 
+    @property
+    def builds_beside(self) -> bool:
+        """True if a step of decode rows can be built while the one before is being submitted.
+
+        It is a call of a compiled function then, and takes nothing from the step before but tokens.
+        """
+        ...
+
+    def before_traces(self, join: Callable[[], None]) -> None:
+        """Call ``join`` before a step is traced, because the model's own code runs then."""
+        ...
+
+    def settle_writes(self) -> None:
+        """Let later steps depend on no write of this one, which has been submitted."""
+        ...
+
     def logits(
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
     ) -> mx.array:
@@ -150,21 +166,18 @@ class PooledPath(ForwardPath):
         return self._compiled is not None
 
     @property
+    @override
     def builds_beside(self) -> bool:
-        """True if a step of decode rows can be built while the one before is being submitted.
-
-        It is a call of a compiled function then, and takes nothing from the step before but tokens.
-        """
         compiled = self._compiled
         return compiled is not None and compiled.builds_beside and not self._states.has_state
 
+    @override
     def before_traces(self, join: Callable[[], None]) -> None:
-        """Call ``join`` before a step is traced, because the model's own code runs then."""
         if self._compiled is not None:
             self._compiled.before_trace = join
 
+    @override
     def settle_writes(self) -> None:
-        """Let later steps depend on no write of this one, which has been submitted."""
         if self._compiled is not None:
             self._compiled.settle()
 

@@ -93,11 +93,11 @@ class CompiledDecode:
 
     @property
     def builds_beside(self) -> bool:
-        """See ``PooledPath.builds_beside``."""
+        """See ``ForwardPath.builds_beside``."""
         return self.is_ready and self._backend.runs_in_order and self._source_rows is None
 
     def settle(self) -> None:
-        """See ``PooledPath.settle_writes``."""
+        """See ``ForwardPath.settle_writes``."""
         if self._backend.runs_in_order:
             for pool in self._pools:
                 self._backend.settle(pool)
