@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, split_adapter
-from mlx_parallm.engine.policies import AdapterHead, TensorStore
+from mlx_parallm.engine.adapter_users import AdapterHead, TensorStore
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.worker.device.room import naming_lack
 from mlx_parallm.worker.ops import (
@@ -34,7 +34,7 @@ UPDATE = "An update of weights"
 
 
 class DeviceAdapters(TensorStore):
-    """The adapters of one model. Implements ``policies.TensorStore``; lives on the engine thread.
+    """The adapters of one model. Implements ``TensorStore``; lives on the engine thread.
 
     It keeps the tensors of adapters, so that a model that was evicted comes back with its own.
     """

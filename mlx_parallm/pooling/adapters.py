@@ -11,8 +11,9 @@ from typing_extensions import override
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.adapter_slots import AdapterSlots
+from mlx_parallm.engine.adapter_users import NoAdapters
 from mlx_parallm.engine.device import DeviceAdapters
-from mlx_parallm.engine.policies import NoAdapters, Policies
+from mlx_parallm.engine.policies import Policies
 from mlx_parallm.types.errors import ModelLoadingError
 from mlx_parallm.types.pooling import PoolRequest
 
@@ -38,7 +39,7 @@ class EncoderAdapterSet:
     """The adapters of a model and the requests that use them.
 
     They outlive the model's eviction: a reloaded model has them again. Implements
-    ``policies.AdapterUsers``.
+    ``AdapterUsers``.
 
     Attributes:
         policies: the adapters by name.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from mlx_parallm.training.records import Example, SessionConfig, Status, StepRec
 from mlx_parallm.training.requests import TrainingOp, TrainingRequest
 from mlx_parallm.training.service_metrics import SessionMetrics
 from mlx_parallm.training.session import Session
-from mlx_parallm.training.session_files import SessionFiles, readable
+from mlx_parallm.training.session_files import readable
 from mlx_parallm.training.session_store import SessionLimits, SessionStore
 from mlx_parallm.training.settings import AS_SET, StepChanges
 from mlx_parallm.training.start import StartParameters
@@ -97,8 +98,8 @@ class TrainingService(Watcher):
         self._copies = ServedCopies(adapters)
         self._rewards = rewards
         limits = limits or SessionLimits()
-        self._cache_bytes = limits.cache_bytes
-        self._store = SessionStore(folder, limits, self._session)
+        make_session = partial(Session, send=self._send, cache_bytes=limits.cache_bytes)
+        self._store = SessionStore(folder, limits, make_session)
         self._numbers = count()
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._checks: set[asyncio.Task[None]] = set()
@@ -141,18 +142,17 @@ class TrainingService(Watcher):
         """
         self._open_folder()
         session = await self._store.create(make, examples, start, validation)
-        config, files = session.config, session.files
         try:
             await session.open()
         except BaseException:
             # A session that was deleted meanwhile is gone already.
-            if self._store.remove(config.id):
+            if self._store.remove(session.config.id):
                 session.note_deleted()
                 with contextlib.suppress(ParallmError):
                     await session.close()
-                files.delete()
+                session.files.delete()
             raise
-        logger.info("began the training session %s of %s", config.id, config.model)
+        logger.info("began the training session %s of %s", session.config.id, session.config.model)
         return session
 
     def all(self) -> Sequence[Session]:
@@ -281,8 +281,7 @@ class TrainingService(Watcher):
         session = self.get(session_id)
         if session.state.status is Status.PAUSED:
             is_running = session.num_steps < session.state.until
-            status = Status.RUNNING if is_running else Status.READY
-            session.save(status=status, reason=None)
+            session.save(status=Status.RUNNING if is_running else Status.READY, reason=None)
             if is_running:
                 self._begin(session)
         return session
@@ -474,20 +473,16 @@ class TrainingService(Watcher):
                 session.pause(f"{type(problem).__name__}: {problem}")
         # A run that was paused may be resumed meanwhile.
         is_complete = session.state.status is Status.RUNNING
-        await self._keep(session)
+        with contextlib.suppress(ParallmError):
+            # What does not reach the disk is made again later.
+            await session.keep()
         if is_complete and session.state.status is Status.RUNNING:
             session.set_status(Status.READY)
 
-    async def _keep(self, session: Session) -> None:
-        """Have what a run has learnt on disk; what fails now is made again later."""
-        with contextlib.suppress(ParallmError):
-            await session.keep()
-
     async def _send(self, model: str, session: str, ops: tuple[TrainingOp, ...]) -> tuple[Any, ...]:
         request_id = f"{session}-{next(self._numbers)}"
-        return await self.train(
-            TrainingRequest(request_id=request_id, model=model, session=session, ops=ops)
-        )
+        request = TrainingRequest(request_id=request_id, model=model, session=session, ops=ops)
+        return await self.train(request)
 
     def _open_folder(self) -> None:
         """Open the folder, if that was not done, and go on with its runs.
@@ -503,6 +498,3 @@ class TrainingService(Watcher):
                 self._begin(session)
         # The sleep has ended with the process.
         self.on_wake()
-
-    def _session(self, files: SessionFiles) -> Session:
-        return Session(files, self._send, self._cache_bytes)

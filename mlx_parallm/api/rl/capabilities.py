@@ -10,8 +10,8 @@ from mlx_parallm.api.http.dependencies import ConfigDep, EngineDep, MaxWaitingDe
 from mlx_parallm.api.http.openapi import RL
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.pooling.scores.rewards import gives_rewards
+from mlx_parallm.engine.adapter_users import AdapterHead
 from mlx_parallm.engine.control import PauseMode
-from mlx_parallm.engine.policies import AdapterHead
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.kind import POOLING
