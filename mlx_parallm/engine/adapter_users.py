@@ -1,4 +1,4 @@
-"""What a model that takes adapters does with them: it keeps their tensors and runs requests."""
+"""Interfaces of a model's adapters: where their tensors are, and which requests use them."""
 
 from __future__ import annotations
 

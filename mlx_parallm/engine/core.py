@@ -11,20 +11,18 @@ import contextlib
 import gc
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.admission import Admission
 from mlx_parallm.engine.changes import LoadModel, UnloadModel
-from mlx_parallm.engine.commands import Abort, Call, EngineCommand, Stop, Submit
+from mlx_parallm.engine.commands import Abort, Call, EngineCommand, Stop
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.directory import ModelDirectory
@@ -34,7 +32,6 @@ from mlx_parallm.engine.life import END_TIMEOUT_S, EngineLife
 from mlx_parallm.engine.loader import ModelLoader
 from mlx_parallm.engine.mailbox import Mailbox, OpenStreams
 from mlx_parallm.engine.models import EngineState, ModelMemory, QueueLoad
-from mlx_parallm.engine.policies import AdapterUpload, NamedAdapter
 from mlx_parallm.engine.residency import Residency
 from mlx_parallm.engine.status import (
     CheckRoom,
@@ -59,7 +56,7 @@ from mlx_parallm.types.errors import (
     RequestLostError,
     ShuttingDownError,
 )
-from mlx_parallm.types.work import Event, EventReader, Request
+from mlx_parallm.types.work import Event, EventReader
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +118,9 @@ class EngineCore:
         self.control.on_changed = self.directory.note_changed
         self.control.models = self.directory
         self.directory.scan()
+        self._admission = Admission(
+            self.mailbox, self._streams, self.directory, self.control, check_open=self.check_open
+        )
         self.died = threading.Event()
         self.ended = threading.Event()
 
@@ -244,86 +244,12 @@ class EngineCore:
     async def open_reader(
         self, request: Any, reader: EventReader | None = None, *, is_beside: bool = False
     ) -> Any:
-        """Admit a request of any kind of model; return the reader of its events.
-
-        A reader of one event may get a refusal of the engine instead, so that the event loop is
-        woken once for the request and not for its admission.
-
-        Args:
-            request: names a model or an adapter.
-            reader: reads the events; a new one of the model if it is not given.
-            is_beside: True for a request of work beside the model, which is not of the model's kind
-                and so is not checked by it.
-
-        Raises:
-            ModelNotFoundError: nothing has the name that it gives.
-            InvalidRequestError, ContextLengthError: it can never be served.
-            OverloadedError: the queue is full.
-            PausedError, ShuttingDownError, EngineDeadError: nothing is admitted.
-        """
-        self.check_open()
-        self.control.check_open()
-        entry, adapter = self.directory.address(request.model)
-        if entry is None:
-            raise self.not_found(request.model)
-        if entry.model is not None and not is_beside:
-            entry.model.check(request)
-        base = entry.names[0]
-        self._streams.enter()
-        try:
-            if adapter is not None:
-                await self.control.ensure_loaded(adapter.name, base)
-                self.control.check_open()
-            await self.directory.begin(entry, request)
-            assert entry.model is not None, "it is loaded"
-            try:
-                # Engines are known by their model's first name only.
-                name = request.adapter if adapter is None else adapter.name
-                if (request.model, request.adapter) != (base, name):
-                    request = replace(request, model=base, adapter=name)
-                reader = reader or entry.model.reader(request)
-                self._streams.open(request, reader, partial(self._residency.end, entry))
-            except BaseException:
-                self._residency.end(entry)
-                raise
-        finally:
-            self._streams.leave()
-        if reader.has_one_event and adapter is None:
-            await self._submit(request, reader)
-        else:
-            await self._admit(request, adapter)
-        return reader
-
-    async def _submit(self, request: Request, reader: EventReader) -> None:
-        """Send an open request of one event, which is the refusal if it is refused."""
-        refuse = partial(self._streams.fail, request.request_id, reader)
-        arrival_s = time.monotonic()
-        try:
-            self.mailbox.submit(
-                lambda reply: Submit(request=request, arrival_s=arrival_s, reply=reply), refuse
-            )
-        except OSError:
-            await self.abort(request.request_id)
-            raise
-
-    async def _admit(self, request: Request, adapter: NamedAdapter | None) -> None:
-        """Ask the thread to admit an open request; close the request if it is refused."""
-        request_id = request.request_id
-        try:
-            refusal = await self._send(request)
-            if isinstance(refusal, ModelNotFoundError) and adapter is not None:
-                refusal = await self._send_with_adapter(request, adapter.name)
-        except (asyncio.CancelledError, OSError):
-            await self.abort(request_id)
-            raise
-        if refusal is not None:
-            self._streams.close(request_id)
-            raise refusal
+        """Admit a request of any kind of model; see ``Admission.open``."""
+        return await self._admission.open(request, reader, is_beside=is_beside)
 
     async def abort(self, request_id: str) -> None:
         """End a request between two steps and free its blocks; unknown ids are ignored."""
-        if self._streams.close(request_id):
-            self.mailbox.send(Abort(request_id=request_id))
+        self._admission.abort(request_id)
 
     async def cancel(self, request_id: str) -> None:
         """End a request between two steps and notify its reader; unknown ids are ignored."""
@@ -439,24 +365,6 @@ class EngineCore:
             return await self._life.query(ask)
         except EngineDeadError:
             return otherwise
-
-    async def _send(self, request: Any, upload: AdapterUpload | None = None) -> ParallmError | None:
-        """Hand a request to the thread; return its refusal, or None once it is admitted."""
-        arrival_s = time.monotonic()
-        return await self.mailbox.ask(
-            lambda reply: Submit(request=request, arrival_s=arrival_s, upload=upload, reply=reply)
-        )
-
-    async def _send_with_adapter(self, request: Any, name: str) -> ParallmError | None:
-        """``_send`` a request with its adapter, which was evicted for another one meanwhile."""
-        try:
-            upload = await self.control.read_named(name)
-        except ParallmError as refusal:
-            return refusal
-        refusal = await self._send(request, upload)
-        if refusal is None:
-            await self.control.refresh()
-        return refusal
 
     def _run(self) -> None:
         """Load and serve, on the thread; again after a death if the server restarts engines."""

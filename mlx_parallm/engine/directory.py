@@ -214,11 +214,15 @@ class ModelDirectory:
             self._residency.end(entry)
 
     async def begin(self, entry: ModelEntry, request: Request) -> None:
-        """Have a model in memory for a request, until ``Residency.end``; raise as ``hold`` does."""
+        """Have a model in memory for a request, until ``end``; raise as ``hold`` does."""
         if entry.is_loaded:
             await self._residency.begin(entry)
             return
         await self._begin(entry, request.work().client)
+
+    def end(self, entry: ModelEntry) -> None:
+        """Note that a request that ``begin`` let in is answered."""
+        self._residency.end(entry)
 
     async def _begin(self, entry: ModelEntry, client: str) -> None:
         if self._control.sleep_level and not entry.is_loaded:
