@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import mlx.core as mx
 import pytest
 
@@ -9,6 +11,7 @@ from mlx_parallm.worker.layers.packed import PackedProducts
 from mlx_parallm.worker.layers.packed_kernel import PackedKernels, variants_of, why_not
 from mlx_parallm.worker.layers.packing import MXFP4, Packing
 from mlx_parallm.worker.layers.product_variants import (
+    SLAB,
     Format,
     Rows,
     Tiles,
@@ -91,6 +94,42 @@ def test_products_are_right(
     shim = TensorShim()
     shim.order = (rows + packing.bits) % len(ORDERS)
     assert error(shim, packing, dtype, variant, rows, width, depth) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("packing", "limit"),
+    [
+        (Packing(4, 32), 32),
+        *(
+            pytest.param(packing, limit, marks=pytest.mark.slow)
+            for packing in (*map(Packing, (4, 8) * 3, (32, 64, 128) * 2), FP4)
+            for limit in (32, 128)
+        ),
+    ],
+    ids=str,
+)
+def test_scales_stay_while_their_chunks_are_multiplied(
+    packing: Packing, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fetches end early and late, and room for the scales of one span less is too little."""
+    require_compiler()
+    form, ring = Format(packing, mx.bfloat16), Tiles.ring
+    variants = {each for _, each in variants_of(form, 4096) if isinstance(each, Tiles)}
+    for variant in [each for each in variants if limit // 4 < each.rows <= limit]:
+        chunks = (variant.stages + 2) * SLAB * variant.slabs
+        spans = max(-(-chunks // form.scale_span), variant.ring(form) + 1) * variant.splits
+        size = variant.rows - 1, 40, spans * form.scale_span
+
+        def why_not(shim: TensorShim, variant: Tiles, size: tuple[int, int, int]) -> str | None:
+            part = error(shim, packing, mx.bfloat16, variant, *size)
+            return None if part < 0.01 else f"off by {part}"
+
+        for fewer in (0, 1):
+            shim = TensorShim()
+            monkeypatch.setattr(Tiles, "ring", lambda *each, n=fewer: ring(*each) - n)
+            is_right = passes_in_every_order(shim, partial(why_not, shim, variant, size))
+            assert is_right == (fewer == 0), variant
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize(("packing", "dtype"), FORMATS, ids=str)

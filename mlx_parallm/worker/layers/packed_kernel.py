@@ -206,7 +206,7 @@ class PackedKernels:
             residency=variant.residency(form),
         )
         own = around.constants if isinstance(variant, Vectors) else {}
-        return self._builder.kernel(spec, {**form.constants, **variant.constants, **own})
+        return self._builder.kernel(spec, {**variant.constants(form), **own})
 
 
 def _argument_dtype(name: str, constants: Mapping[str, Constant]) -> mx.Dtype | None:

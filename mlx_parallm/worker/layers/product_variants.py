@@ -45,7 +45,7 @@ class Format:
 
     @property
     def scale_span(self) -> int:
-        """Return of how many numbers the scales are a piece."""
+        """Return how many numbers share one piece of scales."""
         return PIECE // self.scale_bytes * self.packing.group_size
 
     @property
@@ -82,10 +82,10 @@ class Rows:
         """Return the threads of a threadgroup."""
         return WARP * self.warps
 
-    @property
-    def constants(self) -> dict[str, Constant]:
+    def constants(self, form: Format) -> dict[str, Constant]:
         """Return the text's constants."""
-        return {"WIDE": self.wide, "WARPS": self.warps, "SPAN": self.span, "STAGES": self.stages}
+        own = {"WIDE": self.wide, "WARPS": self.warps, "SPAN": self.span, "STAGES": self.stages}
+        return {**form.constants, **own}
 
     def residency(self, form: Format) -> Residency:
         """Return the room that threadgroups take."""
@@ -132,10 +132,10 @@ class Vectors:
         """Return how many threadgroups multiply at most; each takes several panels."""
         return PROCESSORS * self.resident
 
-    @property
-    def constants(self) -> dict[str, Constant]:
+    def constants(self, form: Format) -> dict[str, Constant]:
         """Return the text's constants."""
         return {
+            **form.constants,
             "ROWS": self.rows,
             "DEPTH": self.depth,
             "WARPS": self.warps,
@@ -216,25 +216,34 @@ class Tiles:
         """Return the threads of a threadgroup."""
         return WARPGROUP * self.wide // SLAB * self.slabs
 
-    @property
-    def constants(self) -> dict[str, Constant]:
+    def constants(self, form: Format) -> dict[str, Constant]:
         """Return the text's constants."""
         return {
+            **form.constants,
             "ROWS": self.rows,
             "TILE_ROWS": self.rows,
             "WIDE": self.wide,
             "SLABS": self.slabs,
             "STAGES": self.stages,
+            "RING": self.ring(form),
             "SPLITS": self.splits,
         }
+
+    def ring(self, form: Format) -> int:
+        """Return of how many spans the scales are in shared memory.
+
+        A chunk is fetched while the one that is ``stages - 2`` before it is multiplied, and those
+        in between are there: see ``tiles.cu``.
+        """
+        span = form.scale_span // (SLAB * self.slabs)
+        return -(-(self.stages - 2) // span) + 1
 
     def residency(self, form: Format) -> Residency:
         """Return the room that threadgroups take."""
         chunk = SLAB * self.slabs
         weights = self.wide * form.packing.bits // 8
         stages = self.stages * chunk * (self.rows * form.dtype.size + weights)
-        spans = 2 if form.scale_span // chunk >= self.stages else 4
-        scales = spans * form.arrays * self.wide * PIECE
+        scales = self.ring(form) * form.arrays * self.wide * PIECE
         sums = self.slabs * self.rows * (self.wide + 4) * mx.float32.size
         return Residency(max(stages + scales, sums) + ALIGNMENT, self.threads, self.resident)
 

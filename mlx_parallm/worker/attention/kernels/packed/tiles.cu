@@ -3,6 +3,7 @@
 // of them at a time; values are unpacked into registers. Warpgroups divide the rows of the weight
 // and, by SLABS, the chunk: 64 numbers each. Sums of the same rows are added at the end. SPLITS
 // threadgroups divide the depth of the same rows: outputs are then float32, and another kernel adds.
+// The scales of RING spans are in shared memory: those of the chunks that are there.
 #if MXFP4
 using Format = Mxfp4<T>;
 #elif BITS == 4
@@ -19,7 +20,6 @@ constexpr int SLAB = WIDE * PIECES;
 constexpr int STAGE = SLABS * (X_SLAB + SLAB);
 constexpr int CHUNK = 64 * SLABS;
 constexpr int SPAN = 16 / (int)sizeof(Scale) * GROUP;  // numbers whose scales are a piece
-constexpr int RING = SPAN / CHUNK >= STAGES ? 2 : 4;   // spans whose scales are kept
 SHARED_PIECES(memory);
 Piece* const stages = memory + (64 - shared_place(memory) / 16 % 64) % 64;
 Piece* const ring = stages + STAGES * STAGE;
