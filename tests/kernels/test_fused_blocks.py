@@ -139,6 +139,25 @@ def test_fused_blocks_compute_the_same_with_six_kernels(packing: Packing, name: 
     assert not any(shim.counts[kind] for kind in UNFUSED)
 
 
+@pytest.mark.parametrize("scales", [mx.float16, mx.float32], ids=str)
+def test_scales_of_another_dtype_than_rows_are_left_to_mlx(scales: mx.Dtype) -> None:
+    """Kernels would read them as numbers of the rows' dtype."""
+    require_compiler()
+    model = packed_model(Q4, shim := CountedShim())
+    layer = model.model.layers[0].self_attn.o_proj
+    for name in ("scales", "biases"):
+        layer[name] = layer[name].astype(scales)
+    # The trials know nothing of it, because their weights are packed in the dtype of rows.
+    assert use_fused_blocks(model) == len(model.model.layers) - 1
+    shim.counts.clear()
+    rows = mx.random.normal((16, 1, 512), mx.bfloat16, key=mx.random.key(1))
+    actual = layer(rows)
+    assert actual.dtype == mx.float32
+    assert not shim.counts
+    wanted = rows @ Q4.unpacked([layer.weight, layer.scales, layer.biases], mx.float32).T
+    assert mx.abs(actual - wanted).max() <= 0.01 * mx.abs(wanted).max()
+
+
 @pytest.mark.parametrize("rows", [2, 16])
 def test_blocks_of_more_rows_compute_the_same(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threadgroups divide the depth of narrow weights from 9 rows on, if it is long enough."""

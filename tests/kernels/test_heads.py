@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.rope_utils import Llama3RoPE
@@ -152,6 +153,43 @@ def test_layers_whose_heads_one_kernel_makes_compute_the_same(name: str) -> None
     assert kernels.counts == counts
     assert not any(kernel.startswith("paged_write_") for kernel in made)
     assert np.abs(actual - wanted).max() <= 0.02 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("bits", [None, 2, 3, 4, 5, 6, 8])
+def test_layers_of_packed_weights_have_the_kernel(bits: int | None) -> None:
+    require_compiler()
+    model, shim = model_of("qwen3"), CudaShim()
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    trials = KernelTrials()
+    assert use_head_kernels(model, shim, trials) == len(model.model.layers)
+    assert len(trials.found) == 1
+
+
+def test_each_packing_of_products_has_a_trial() -> None:
+    require_compiler()
+    model, shim, trials = model_of("qwen3"), CudaShim(), KernelTrials()
+    first, *others = model.model.layers
+    nn.quantize(first, group_size=32, bits=4)
+    for layer in others:
+        nn.quantize(layer, group_size=32, bits=8)
+    assert use_head_kernels(model, shim, trials) == len(model.model.layers)
+    assert len(trials.found) == 2
+
+
+@pytest.mark.parametrize("scales", [mx.float16, mx.float32], ids=str)
+def test_products_of_another_dtype_than_the_pool_are_left_to_mlx(scales: mx.Dtype) -> None:
+    """MLX's product of bfloat16 rows and a weight with such scales is float32."""
+    require_compiler()
+    model, shim = model_of("qwen3"), CudaShim()
+    attention = model.model.layers[0].self_attn
+    nn.quantize(attention, group_size=32, bits=4)
+    assert use_head_kernels(model, shim) == len(model.model.layers)
+    for name in ("scales", "biases"):
+        attention.q_proj[name] = attention.q_proj[name].astype(scales)
+    actual = logits_of(model, KernelAttention(16, shim))
+    del attention["_makes_heads"]
+    assert np.array_equal(actual, logits_of(model, KernelAttention(16, shim)))
 
 
 def test_wrapped_layers_are_called() -> None:

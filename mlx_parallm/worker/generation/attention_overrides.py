@@ -78,7 +78,11 @@ def attention_of_made_heads(
         return None
     if not isinstance(cache, PagedLayerCache) or not cache.makes_heads(x.dtype):
         return None
-    attended = _attended(step, module, columns_of(module, x), mask, cache)
+    columns = columns_of(module, x)
+    if any(part.matrix.dtype != x.dtype for part in columns):
+        # Scales of another dtype than x: the kernel reads products as numbers of the pool's.
+        return None
+    attended = _attended(step, module, columns, mask, cache)
     return module.o_proj(attended.reshape(len(x), 1, -1))
 
 

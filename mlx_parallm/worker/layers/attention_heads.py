@@ -22,6 +22,7 @@ from mlx_parallm.worker.attention.base import LayerShape
 from mlx_parallm.worker.attention.heads import HeadInputs, HeadSettings
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.device.kernel_trial import KernelTrials, largest_error, why_off
+from mlx_parallm.worker.layers.packing import WORD_BITS, packing_of
 from mlx_parallm.worker.layers.row_layers import Columns, called_part
 from mlx_parallm.worker.layers.wrapped_calls import class_of
 
@@ -58,7 +59,9 @@ def use_head_kernels(
         if settings is None:
             continue
         arrays = cast("list[tuple[str, mx.array]]", tree_flatten(layer.parameters()))
-        shape = _shape(layer), settings, tuple(str(array.dtype) for _, array in arrays)
+        packings = tuple(packing_of(layer[name]) for name in ("q_proj", "k_proj", "v_proj"))
+        dtypes = tuple(str(array.dtype) for _, array in arrays)
+        shape = _shape(layer), _width(layer), settings, packings, dtypes
         if trial.agree(shape, partial(why_not, backend, layer)):
             layer["_makes_heads"] = True
             marked += 1
@@ -148,8 +151,9 @@ def _norms(layer: Any) -> list[Any]:
 def _width(layer: Any) -> int:
     """Return the width of a layer's input."""
     projection = layer.q_proj
-    numbers = 32 // projection.bits if "scales" in projection else 1
-    return projection.weight.shape[1] * numbers
+    packing = packing_of(projection)
+    words = projection.weight.shape[1]
+    return words if packing is None else words * WORD_BITS // packing.bits
 
 
 def _shape(layer: Any) -> LayerShape:

@@ -20,7 +20,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_parallm.worker.device.kernel_trial import KernelTrials, largest_error, why_off
 from mlx_parallm.worker.layers.attention_heads import LAYERS
 from mlx_parallm.worker.layers.block_kernels import BLOCKS, MLPS, gated
-from mlx_parallm.worker.layers.packed import PackedProducts
+from mlx_parallm.worker.layers.packed import PackedProducts, suit
 from mlx_parallm.worker.layers.product_variants import Around, Format
 from mlx_parallm.worker.layers.row_layers import Columns, RowProduct, product_of
 from mlx_parallm.worker.layers.wrapped_calls import class_of
@@ -215,5 +215,12 @@ def _fused(block: Any) -> FusedBlock | None:
             (mlp.down_proj,),
         )
     ]
-    packed = [product for product in products if product is not None and product.packed]
+    dtype = norms[0].weight.dtype
+    packed = [
+        product
+        for product in products
+        if product is not None
+        and product.packed
+        and all(suit(layer["scales"].dtype, dtype) for layer in product.layers)
+    ]
     return FusedBlock(block, *packed) if len(packed) == len(products) else None

@@ -23,6 +23,7 @@ from mlx_parallm.worker.layers.product_variants import (
     Vectors,
     split_variant_for,
     variant_for,
+    vectors_for,
 )
 
 # FOUR_BITS, EIGHT_BITS: widths of numbers of which a byte holds two, or one.
@@ -60,12 +61,12 @@ class PackedProducts:
         """Return the product ``[..., N]`` in the dtype of x.
 
         Args:
-            x: rows, ``[..., K]``.
+            x: rows, ``[..., K]``, of a dtype that ``keeps_dtype``.
             arrays: the weight's, in the order of ``Packing.names``.
         """
         dtype = x.dtype
         is_rows = x.ndim == 3 and x.shape[1] == 1
-        variant = self._variant(dtype, x.shape[0], len(arrays[0])) if is_rows else None
+        variant = self._variant(dtype, x.shape[0], arrays) if is_rows else None
         if variant is not None and self.kernels is not None:
             # Without the operations that flatten rows: each costs the host half a microsecond.
             return self.kernels.product(x, arrays, self.packing, variant)
@@ -82,7 +83,7 @@ class PackedProducts:
 
         Args:
             x: the row's K numbers; the first axis has one element.
-            arrays: the weight's, in the order of ``Packing.names``.
+            arrays: the weight's, in the order of ``Packing.names``; they ``suit`` the dtype of x.
             around: what is computed; there is a ``variant_around``.
             others: inputs of that, in the order of ``Around.inputs``.
         """
@@ -91,10 +92,11 @@ class PackedProducts:
         assert variant is not None, "see variant_around"
         return self.kernels.product(x, arrays, self.packing, variant, around, others)
 
-    def variant_around(self, dtype: mx.Dtype) -> Rows | Vectors | Tiles | None:
+    def variant_around(self, dtype: mx.Dtype) -> Vectors | None:
         """Return the variant that computes what stands around products of one row."""
-        variant = self._variant(dtype, 1, 1)
-        return variant if isinstance(variant, Vectors) else None
+        if self.kernels is None or dtype not in DTYPES:
+            return None
+        return vectors_for(Format(self.packing, dtype), 1, self.depth)
 
     def parts(self, x: mx.array, arrays: Sequence[mx.array]) -> mx.array:
         """Return the product of rows ``[T, 1, K]``, or parts of it that are still to be added.
@@ -103,7 +105,7 @@ class PackedProducts:
         Parts are float32, ``[S, T, 1, N]``, and the product is their sum, rounded.
         """
         variant = None
-        if self._kernels_for(x.dtype) is not None:
+        if self._kernels_for(x.dtype, arrays) is not None:
             form = Format(self.packing, x.dtype)
             variant = split_variant_for(form, x.shape[0], len(arrays[0]), self.depth)
         if variant is None or self.kernels is None:
@@ -111,10 +113,10 @@ class PackedProducts:
         return self.kernels.product(x, arrays, self.packing, variant)
 
     def _product(self, rows: mx.array, arrays: Sequence[mx.array]) -> mx.array:
-        variant = self._variant(rows.dtype, len(rows), len(arrays[0]))
+        variant = self._variant(rows.dtype, len(rows), arrays)
         if variant is not None and self.kernels is not None:
             return self.kernels.product(rows[:, None], arrays, self.packing, variant)
-        if self._kernels_for(rows.dtype) is None and (
+        if self._kernels_for(rows.dtype, arrays) is None and (
             self.max_stock_rows is None or len(rows) <= self.max_stock_rows
         ):
             # MLX's CUDA backend treats [T, 1, K] as T products, which read the weight T times.
@@ -133,19 +135,34 @@ class PackedProducts:
     def _unpacked(self, arrays: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
         if self._is_on_cpu:
             return unpacked_on_cpu(arrays, self.packing)
-        kernels = self._kernels_for(dtype)
+        kernels = self._kernels_for(dtype, arrays)
         if kernels is not None:
             return kernels.unpacked(arrays, self.packing, dtype)
         return self.packing.unpacked(arrays, dtype)
 
-    def _kernels_for(self, dtype: mx.Dtype) -> PackedKernels | None:
-        return self.kernels if dtype in DTYPES else None
+    def _kernels_for(self, dtype: mx.Dtype, arrays: Sequence[mx.array]) -> PackedKernels | None:
+        return self.kernels if dtype in DTYPES and suit(arrays[1].dtype, dtype) else None
 
-    def _variant(self, dtype: mx.Dtype, rows: int, width: int) -> Rows | Vectors | Tiles | None:
+    def _variant(
+        self, dtype: mx.Dtype, rows: int, arrays: Sequence[mx.array]
+    ) -> Rows | Vectors | Tiles | None:
         """Return the variant of a kernel that multiplies; None if there is none."""
-        if self._kernels_for(dtype) is None:
+        if self._kernels_for(dtype, arrays) is None:
             return None
-        return variant_for(Format(self.packing, dtype), rows, width, self.depth)
+        return variant_for(Format(self.packing, dtype), rows, len(arrays[0]), self.depth)
+
+
+def suit(scales: mx.Dtype, dtype: mx.Dtype) -> bool:
+    """True if kernels multiply rows of a dtype by weights with such scales.
+
+    They read floating-point scales as numbers of the rows' dtype.
+    """
+    return scales in (dtype, mx.uint8)
+
+
+def keeps_dtype(scales: mx.Dtype, dtype: mx.Dtype) -> bool:
+    """True if MLX's product of rows of a dtype and weights with such scales has that dtype too."""
+    return dtype == mx.float32 or suit(scales, dtype)
 
 
 def use_packed_kernels(

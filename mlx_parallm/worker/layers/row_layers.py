@@ -21,7 +21,7 @@ import mlx.nn as nn
 from mlx_parallm.types.shape_buckets import padded_rows
 from mlx_parallm.worker.device.kernel_trial import KernelTrials, ShapeTrials
 from mlx_parallm.worker.device.properties import backend_name
-from mlx_parallm.worker.layers.packed import PackedProducts
+from mlx_parallm.worker.layers.packed import PackedProducts, keeps_dtype
 from mlx_parallm.worker.layers.packing import WORD_BITS, Packing, packing_of
 from mlx_parallm.worker.layers.product_variants import Around
 from mlx_parallm.worker.layers.row_kernel import MAX_ROWS, RowKernel, why_not, why_unsupported
@@ -115,7 +115,10 @@ class RowProduct:
     def serves(self, x: mx.array) -> bool:
         """True if x is rows of one token each, in a bucketed number and the weights' dtype."""
         is_rows = x.ndim == 3 and x.shape[1] == 1 and padded_rows(x.shape[0]) == x.shape[0]
-        return is_rows and (self._packed is not None or x.dtype == self.layers[0]["weight"].dtype)
+        layer = self.layers[0]
+        if self._packed is not None:
+            return is_rows and keeps_dtype(layer["scales"].dtype, x.dtype)
+        return is_rows and x.dtype == layer["weight"].dtype
 
     def take(self, index: int, x: mx.array) -> mx.array:
         """Return one layer's output; those of the others are kept until these are called."""
@@ -230,7 +233,7 @@ class RowQuantizedLinear(nn.QuantizedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return what ``nn.QuantizedLinear`` returns."""
-        if self.training:
+        if self.training or not keeps_dtype(self["scales"].dtype, x.dtype):
             return super().__call__(x)
         product: RowProduct | None = self.get("_product")
         if product is not None and product.serves(x):
@@ -255,7 +258,7 @@ class RowQuantizedEmbedding(nn.QuantizedEmbedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Return what ``nn.QuantizedEmbedding.as_linear`` returns."""
-        if self.training:
+        if self.training or not keeps_dtype(self["scales"].dtype, x.dtype):
             return super().as_linear(x)
         product: RowProduct | None = self.get("_product")
         if product is not None and product.serves(x):
@@ -415,7 +418,10 @@ def _fits(layer: Any) -> bool:
 def _alike(layers: Sequence[nn.Module]) -> bool:
     """True if the layers' weights can be concatenated."""
     kinds = {
-        (type(layer), layer["weight"].shape[1:], layer["weight"].dtype, packing_of(layer))
+        (
+            *(type(layer), layer["weight"].shape[1:], packing_of(layer)),
+            *(array.dtype for array in _arrays(layer)),
+        )
         for layer in layers
     }
     return len(kinds) == 1

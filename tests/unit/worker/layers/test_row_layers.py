@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -60,6 +61,38 @@ def test_row_layers_compute_the_same_from_the_same_parameters(bits: int | None) 
             actual = run(tokens)
             assert actual.shape == expected.shape
             assert mx.allclose(actual, expected, atol=1e-5)
+
+
+FLOATS = (mx.bfloat16, mx.float16, mx.float32)
+
+
+@pytest.mark.parametrize("scales", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rows_and_scales_of_other_dtypes_are_multiplied_as_mlx_does(
+    dtype: mx.Dtype, scales: mx.Dtype
+) -> None:
+    """A file may have bfloat16 norms and float32 scales; MLX's product is float32 then."""
+    model = Tied()
+    nn.quantize(model, group_size=32, bits=4)
+    for name in ("scales", "biases"):
+        model.embed[name] = model.embed[name].astype(scales)
+        # The keys' scales have another dtype than those that are multiplied with them.
+        for layer in (model.block.q_proj, model.block.v_proj, model.block.up_proj):
+            layer[name] = layer[name].astype(scales)
+    x = mx.random.normal((4, 1, 64), dtype, key=mx.random.key(1))
+
+    def calls() -> list[Any]:
+        block = model.block
+        projections = [block.q_proj, block.k_proj, block.v_proj, block.gate_proj, block.up_proj]
+        return [*projections, model.embed.as_linear]
+
+    inputs = [mx.random.normal((4, 1, 160), dtype) if i in (3, 4) else x for i in range(6)]
+    wanted = [call(rows) for call, rows in zip(calls(), inputs, strict=True)]
+    use_row_layers(model, None)
+    for call, rows, expected in zip(calls(), inputs, wanted, strict=True):
+        actual = call(rows)
+        assert actual.dtype == expected.dtype
+        assert mx.abs(actual - expected).max() <= 0.02 * mx.abs(expected).max()
 
 
 class Sharing(nn.Module):
