@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import logging
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_parallm.types.errors import StepError
 from mlx_parallm.worker.device import step_arrays
 from mlx_parallm.worker.device.step_arrays import (
-    NUM_FETCHED,
+    NUM_STEPS,
     PIECE,
     Numbers,
     PinnedArrays,
@@ -67,25 +69,47 @@ def evaluated_from_now(monkeypatch: pytest.MonkeyPatch) -> list[mx.array]:
     evaluated: list[mx.array] = []
     original = mx.eval
 
-    def evaluate(*values: mx.array) -> None:
-        evaluated.extend(values)
+    def evaluate(*values: Any) -> None:
+        arrays = cast("list[tuple[str, mx.array]]", tree_flatten(list(values)))
+        evaluated.extend(array for _, array in arrays)
         original(*values)
 
     monkeypatch.setattr(mx, "eval", evaluate)
     return evaluated
 
 
-def test_numbers_stay_until_as_many_steps_have_fetched_theirs(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("per_step", [1, 5])
+def test_numbers_stay_until_their_step_has_ended(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, per_step: int
 ) -> None:
+    """Check steps that fetch several times, as those with proposals of a draft model do."""
     arrays = PinnedArrays(CudaShim(), memory)
+    arrays.begin_step()
+    proof = len(memory.sizes)
+    fetched: list[list[mx.array]] = []
     evaluated = evaluated_from_now(monkeypatch)
-    fetched = [arrays.fetch(np.full(5, number, np.int32)) for number in range(10)]
-    assert len(memory.sizes) == NUM_FETCHED + 1, "the proof has sent too"
-    # Memory is used again only once what was fetched from it is there.
-    known = [array for array in evaluated if any(array is each for each in fetched)]
-    assert len(known) == len(fetched) - NUM_FETCHED
-    assert all(ours is theirs for ours, theirs in zip(known, fetched, strict=False))
+
+    def waited() -> list[int]:
+        """Return what was waited for since the last call, by step."""
+        steps = [
+            number
+            for array in evaluated
+            for number, step in enumerate(fetched)
+            if any(array is each for each in step)
+        ]
+        evaluated.clear()
+        return steps
+
+    for number in range(10):
+        fetched.append([arrays.fetch(np.full(5, number, np.int32)) for _ in range(per_step)])
+        assert not waited()
+        arrays.begin_step()
+        # Memory is used again only once what was fetched from it is there.
+        ended = number + 1 - NUM_STEPS
+        assert waited() == [ended] * (per_step if ended >= 0 else 0)
+    assert len(memory.sizes) <= proof + NUM_STEPS * per_step
+    for number, step in enumerate(fetched):
+        assert all((np.array(array)[:5] == number).all() for array in step)
 
 
 def test_what_a_failed_step_was_to_fetch_is_never_evaluated(
@@ -95,7 +119,10 @@ def test_what_a_failed_step_was_to_fetch_is_never_evaluated(
     lost = arrays.fetch(np.arange(5, dtype=np.int32))
     arrays.forget()
     evaluated = evaluated_from_now(monkeypatch)
-    later = [arrays.fetch(np.full(5, number, np.int32)) for number in range(2 * NUM_FETCHED)]
+    later: list[mx.array] = []
+    for number in range(2 * NUM_STEPS):
+        arrays.begin_step()
+        later.append(arrays.fetch(np.full(5, number, np.int32)))
     assert any(array is later[0] for array in evaluated)
     assert not any(array is lost for array in evaluated)
 

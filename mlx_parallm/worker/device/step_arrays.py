@@ -32,8 +32,9 @@ Pin = Callable[[int], Numbers]
 THREADS, EACH = 256, 4
 # PIECE: numbers in pinned memory are a multiple of this.
 PIECE = THREADS * EACH
-# NUM_FETCHED: as many fetches may be under way; at most two steps are.
-NUM_FETCHED = 4
+# NUM_STEPS: what so many steps have fetched may be under way: the one that is built and the one
+# before. A step with proposals of a draft model fetches once for each.
+NUM_STEPS = 2
 _DTYPES = {"address": mx.uint32, "tokens": mx.uint32, "numbers": mx.int32, "sent": mx.int32}
 _FETCH = KernelSpec("fetch.cu", ("address",), ("numbers",), headers=())
 _SEND = KernelSpec("send.cu", ("tokens", "address"), ("sent",), headers=())
@@ -57,6 +58,9 @@ class StepArrays:
     def fetch(self, numbers: Numbers) -> mx.array:
         """Return numbers on the device, int32; some more may follow them."""
         return mx.array(numbers)
+
+    def begin_step(self) -> None:
+        """Note that another step fetches from now on."""
 
     def forget(self) -> None:
         """Drop what was fetched; the device is idle.
@@ -85,8 +89,9 @@ class PinnedArrays(StepArrays):
         self._fetch: Kernel = builder.kernel(_FETCH, constants)
         self._send: Kernel = builder.kernel(_SEND, constants)
         self._pin = pin
-        self._fetched: deque[_Fetched] = deque()
-        # Pinned memory that no copy uses, by its size.
+        # What the latest steps have fetched.
+        self._fetched: deque[list[_Fetched]] = deque([[]])
+        # Pinned memory that nothing reads or writes, by its size.
         self._free: dict[int, list[Numbers]] = {}
         self._prove()
 
@@ -102,26 +107,31 @@ class PinnedArrays(StepArrays):
             grid=(size // EACH, 1, 1),
             threadgroup=(THREADS, 1, 1),
         )
-        self._fetched.append(_Fetched(pinned, array))
+        self._fetched[-1].append(_Fetched(pinned, array))
         return array
 
     def _unused(self, size: int) -> Numbers:
-        """Return pinned memory of at least this size that no kernel still reads."""
-        if len(self._fetched) < NUM_FETCHED:
-            return self._pin(size)
-        oldest = self._fetched.popleft()
-        mx.eval(oldest.array)
-        return oldest.pinned if oldest.pinned.size >= size else self._pin(size)
+        """Return pinned memory of this size that no kernel still reads or writes."""
+        free = self._free.setdefault(size, [])
+        return free.pop() if free else self._pin(size)
+
+    @override
+    def begin_step(self) -> None:
+        self._fetched.append([])
+        if len(self._fetched) > NUM_STEPS:
+            ended = self._fetched.popleft()
+            mx.eval([each.array for each in ended])
+            for each in ended:
+                self._free.setdefault(each.pinned.size, []).append(each.pinned)
 
     @override
     def forget(self) -> None:
-        self._fetched.clear()
+        self._fetched = deque([[]])
 
     @override
     def send(self, tokens: mx.array) -> TokenCopy:
         count = tokens.size
-        free = self._free.setdefault(_padded(count), [])
-        pinned = free.pop() if free else self._pin(_padded(count))
+        pinned = self._unused(_padded(count))
         (sent,) = self._send(
             inputs=[tokens, _address(pinned)],
             output_shapes=[(1,)],
@@ -129,7 +139,7 @@ class PinnedArrays(StepArrays):
             grid=(-(-count // THREADS) * THREADS, 1, 1),
             threadgroup=(THREADS, 1, 1),
         )
-        return _SentTokens(sent, pinned, count, free)
+        return _SentTokens(sent, pinned, count, self._free[pinned.size])
 
     def _prove(self) -> None:
         """Raise StepError unless arrays arrive on both sides."""

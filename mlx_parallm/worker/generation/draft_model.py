@@ -62,6 +62,10 @@ class DraftModel:
         """Return the arrays that the step wrote; they must be evaluated with its outputs."""
         return self._path.arrays()
 
+    def begin_step(self) -> None:
+        """See ``ForwardPath.begin_step``."""
+        self._path.begin_step()
+
     def forget_writes(self) -> None:
         """See ``ForwardPath.forget_writes``."""
         self._path.forget_writes()

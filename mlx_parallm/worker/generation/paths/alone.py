@@ -46,6 +46,9 @@ class AlonePath(ForwardPath):
     def builds_beside(self) -> bool:
         return False
 
+    def begin_step(self) -> None:
+        """Do nothing: there is nothing to keep by step."""
+
     def before_traces(self, join: Callable[[], None]) -> None:
         """Do nothing: no step is traced."""
 

@@ -68,12 +68,16 @@ class ForwardPath(Protocol):
         """
         ...
 
+    def begin_step(self) -> None:
+        """Note that another step is built from now on."""
+        ...
+
     def before_traces(self, join: Callable[[], None]) -> None:
         """Call ``join`` before a step is traced, because the model's own code runs then."""
         ...
 
     def settle_writes(self) -> None:
-        """Let later steps depend on no write of this one, which has been submitted."""
+        """Let later steps depend on no write of this one, which is being submitted or was."""
         ...
 
     def logits(
@@ -166,6 +170,16 @@ class PooledPath(ForwardPath):
         return self._compiled is not None
 
     @property
+    def _functions(self) -> Sequence[CompiledDecode]:
+        """Return all compiled functions of the path."""
+        return () if self._compiled is None else (self._compiled,)
+
+    @override
+    def begin_step(self) -> None:
+        for function in self._functions:
+            function.begin_step()
+
+    @property
     @override
     def builds_beside(self) -> bool:
         compiled = self._compiled
@@ -173,11 +187,12 @@ class PooledPath(ForwardPath):
 
     @override
     def before_traces(self, join: Callable[[], None]) -> None:
-        if self._compiled is not None:
-            self._compiled.before_trace = join
+        for function in self._functions:
+            function.before_trace = join
 
     @override
     def settle_writes(self) -> None:
+        # The functions have the same pools.
         if self._compiled is not None:
             self._compiled.settle()
 
@@ -194,13 +209,13 @@ class PooledPath(ForwardPath):
     def forget_writes(self) -> None:
         self._pools.forget_writes()
         self._states.forget_writes()
-        if self._compiled is not None:
-            self._compiled.forget_fetched()
+        for function in self._functions:
+            function.forget_fetched()
 
     @override
     def forget_weights(self) -> None:
-        if self._compiled is not None:
-            self._compiled.forget()
+        for function in self._functions:
+            function.forget()
 
     @override
     def release_kv(self) -> None:

@@ -81,6 +81,10 @@ class CompiledDecode:
         # What steps that were traced differ in.
         self._traced: set[Hashable] = set()
 
+    def begin_step(self) -> None:
+        """Note that what is fetched from now on belongs to another step."""
+        self._arrays.begin_step()
+
     def forget_fetched(self) -> None:
         """Drop the arrays of steps, some of which failed; no step may be in flight."""
         self._arrays.forget()
@@ -160,7 +164,9 @@ class CompiledDecode:
         arrays = [rotary, *self._backend.decode_arrays(sequences, positions, self._kinds)]
         shapes = [list(array.shape) for array in arrays]
         width = self._table_width(sequences)
-        self._note((num_rows, tuple(map(tuple, shapes)), width, adapter_slots is None))
+        kind = num_rows, tuple(map(tuple, shapes)), width, adapter_slots is None
+        if kind not in self._traced:
+            self.before_trace()
         # On CUDA, the device would wait for the pages of each array apart.
         packed = self._arrays.fetch(np.concatenate([array.ravel() for array in arrays]))
         source_arrays = None
@@ -174,15 +180,11 @@ class CompiledDecode:
             padded_slots[:count] = adapter_slots
             adapted = (mx.array(padded_slots), self._adapters.arrays(), self._adapters.key)
             logits, hidden, chains, states = self._adapted(*inputs, *adapted)
+        # A trace that failed is made again.
+        self._traced.add(kind)
         self._set_chains(chains)
         self._selector.note(hidden)
         return logits[:count], states
-
-    def _note(self, kind: Hashable) -> None:
-        """Note what a step differs in from others; it is traced unless there was one like it."""
-        if kind not in self._traced:
-            self.before_trace()
-            self._traced.add(kind)
 
     def _run_adapted(  # noqa: PLR0913 - those of `_run`, and the adapters
         self,

@@ -157,11 +157,10 @@ class SplitPath(PooledPath):
         self._proposals.learn_from(self._compiled)
         return self._proposals.verified(sequences, token_ids)
 
+    @property
     @override
-    def forget_weights(self) -> None:
-        super().forget_weights()
-        if self._compiled is not None:
-            self._proposals.forget()
+    def _functions(self) -> Sequence[CompiledDecode]:
+        return () if self._compiled is None else (self._compiled, self._proposals)
 
     def _traced_proposals(self, token_ids: mx.array, step: PackedStep, states: States) -> mx.array:
         """Trace a step of rows with proposals; ``states`` become what they are made of."""
