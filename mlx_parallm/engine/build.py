@@ -36,7 +36,6 @@ from mlx_parallm.worker.device.properties import (
     backend_name,
     cache_memory_bytes,
     free_memory_bytes,
-    give_back_memory,
     log_blas,
 )
 from mlx_parallm.worker.worker import Worker
@@ -108,7 +107,7 @@ def memory_limit(config: EngineConfig, built: Sequence[BuiltModel], worker: Work
     """
     memory = [each.model.memory for each in built if each.engine is not None]
     weights, kv = sum(each.weights for each in memory), sum(each.kv for each in memory)
-    give_back_memory()
+    worker.give_back()
     free = worker.least_free(free_memory_bytes(config.memory.num_engines))
     limit = config.memory.limit
     if limit is not None:

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any, TypeVar, cast
 
 from typing_extensions import override
@@ -19,7 +19,7 @@ from mlx_parallm.engine.kind import BuiltModel, StartedModel, TellProgress
 from mlx_parallm.engine.life import Deliver, EngineLife, OnLoaded
 from mlx_parallm.engine.loop import EngineLoop, StepClock
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.engine.models import EngineState, MakeBeside, WorkBeside
+from mlx_parallm.engine.models import EngineState, MakeBeside, ServedEngine, WorkBeside
 from mlx_parallm.engine.status import Readiness, StateQuery
 from mlx_parallm.types.errors import EngineDeadError
 from mlx_parallm.worker.device.cpu_process import compute_in_batches
@@ -85,25 +85,45 @@ class LocalLife(EngineLife):
             self._serve(worker, deliver, on_loaded)
 
     def _serve(self, worker: Worker, deliver: Deliver, on_loaded: OnLoaded) -> None:
+        # The worker is closed while there are still references to models and steps.
+        with closing(worker):
+            built = self._load(worker)
+            engines = {
+                each.model.names[0]: each.engine for each in built if each.engine is not None
+            }
+            for engine in engines.values():
+                if engine.live is not None:
+                    engine.live.begin_hashing()
+            self._state = EngineState(
+                self._families, engines, memory_limit(self._config, built, worker)
+            )
+            on_loaded(
+                [StartedModel(each.config, each.model, each.engine is not None) for each in built]
+            )
+            loop = self._loop(engines, worker, deliver)
+            try:
+                loop.run()
+            finally:
+                # Models were loaded and unloaded meanwhile.
+                for engine in engines.values():
+                    if engine.live is not None:
+                        engine.live.end_hashing()
+                    engine.close()
+        # The models' memory is free once this returns.
+        self._state = None
+
+    def _load(self, worker: Worker) -> Sequence[BuiltModel]:
         self._loading = threading.get_ident()
         try:
-            built = self._build(self._config, self._families, worker, self._on_progress)
+            return self._build(self._config, self._families, worker, self._on_progress)
         finally:
             self._loading = None
-        engines = {each.model.names[0]: each.engine for each in built if each.engine is not None}
-        for engine in engines.values():
-            if engine.live is not None:
-                engine.live.begin_hashing()
-        self._state = EngineState(
-            self._families,
-            engines,
-            memory_limit(self._config, built, worker),
-        )
-        on_loaded(
-            [StartedModel(each.config, each.model, each.engine is not None) for each in built]
-        )
+
+    def _loop(
+        self, engines: dict[str, ServedEngine], worker: Worker, deliver: Deliver
+    ) -> EngineLoop:
         stall_ms = self._config.scheduler.max_decode_stall_ms
-        loop = EngineLoop(
+        return EngineLoop(
             engines,
             self._inbox,
             deliver,
@@ -113,16 +133,6 @@ class LocalLife(EngineLife):
             max_stall_s=stall_ms / 1e3 if stall_ms else None,
             clock=self._clock,
         )
-        try:
-            loop.run()
-        finally:
-            # Models were loaded and unloaded meanwhile.
-            for engine in engines.values():
-                if engine.live is not None:
-                    engine.live.end_hashing()
-                engine.close()
-        # The models' memory is free once this returns.
-        self._state = None
 
     @override
     async def query(self, ask: StateQuery[T]) -> T:

@@ -28,7 +28,12 @@ from mlx_parallm.generation.output_processor import OutputProcessor
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.generation.scheduler.step_cost import MIN_CHUNK
 from mlx_parallm.generation.scheduler.updates import SchedulerStats, SequenceUpdate
-from mlx_parallm.types.errors import InvalidRequestError, OverloadedError, StepError
+from mlx_parallm.types.errors import (
+    EarlierStepError,
+    InvalidRequestError,
+    OverloadedError,
+    StepError,
+)
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import (
@@ -399,9 +404,30 @@ class GenerationEngine(ServedEngine):
         self, batch: ScheduledBatch, begin_s: float, updates: list[SequenceUpdate]
     ) -> _Begun | None:
         self._metrics.on_schedule(self._scheduler.take_started(), batch)
-        step = self._attempt(batch, partial(self._runner.submit, batch), updates)
+        begun = self._attempt(batch, partial(self._submit, batch, updates), updates)
         before_s, self._counted_s = self._counted_s, self._clock()
-        return None if step is None else _Begun(batch, step, begin_s, self._counted_s - before_s)
+        return None if begun is None else _Begun(*begun, begin_s, self._counted_s - before_s)
+
+    def _submit(
+        self, batch: ScheduledBatch, updates: list[SequenceUpdate]
+    ) -> tuple[ScheduledBatch, StepInFlight]:
+        """Submit a batch; return what was submitted.
+
+        If the step in flight could not be submitted, it fails first, and the batch follows without
+        its sequences. All of the batch fails with it if something is moved before the batch, or if
+        sequences have states, which the step in flight may have changed.
+        """
+        try:
+            return batch, self._runner.submit(batch)
+        except EarlierStepError:
+            if self._in_flight is None or batch.moves or self.info.has_state:
+                raise
+            refused, self._in_flight = self._in_flight, None
+            self._end(refused, updates)
+            batch = self._scheduler.without_ended(batch)
+            if not batch.sequences:
+                raise
+            return batch, self._runner.submit(batch)
 
     def _end(self, begun: _Begun, updates: list[SequenceUpdate]) -> None:
         batch, wait_s = begun.batch, self._clock()

@@ -16,7 +16,6 @@ from mlx_parallm.worker.device.properties import (
     active_memory_bytes,
     backend_name,
     free_memory_bytes,
-    give_back_memory,
 )
 from mlx_parallm.worker.worker import Worker
 
@@ -139,5 +138,5 @@ def _configured_bytes(cache: CacheConfig, free: int | None) -> int:
 def free_bytes(worker: Worker, num_engines: int = 1) -> int | None:
     """Return the bytes that models may still take on each device of a worker; None if unknown."""
     # Memory that loading took and no longer needs would count as taken.
-    give_back_memory()
+    worker.give_back()
     return worker.least_free(free_memory_bytes(num_engines))

@@ -35,6 +35,7 @@
     ├── RequestAbortedError         aborted by an operator or by shutdown          (HTTP 503)
     ├── ControlError                the engine could not do what an operator asked (HTTP 500)
     └── StepError                   a step failed for this request only            (HTTP 500)
+        └── EarlierStepError        the step before could not be submitted
 
 The table of HTTP statuses is ``api/http/errors.py``; nothing below ``api`` knows HTTP.
 """
@@ -302,3 +303,7 @@ class ControlError(ParallmError):
 
 class StepError(ParallmError):
     """A step failed for this request; others go on."""
+
+
+class EarlierStepError(StepError):
+    """A step was not begun, because the one before it could not be submitted to the device."""

@@ -10,7 +10,8 @@ from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.types.step import NoTracer, StepTracer
 from mlx_parallm.worker.device.allocator import limit_arrays
 from mlx_parallm.worker.device.dispatcher import Dispatcher, dispatcher_of_device
-from mlx_parallm.worker.device.faults import DeviceFaults, is_device_error
+from mlx_parallm.worker.device.faults import DeviceFaults, drain_device, is_device_error
+from mlx_parallm.worker.device.properties import give_back_memory
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.device.shared_tensors import on_hosts
 from mlx_parallm.worker.ops import (
@@ -221,9 +222,24 @@ class Worker:
             for handle in handles:
                 self._tensors[handle] = on_hosts(self._tensors[handle], self.ranks)
 
+    def give_back(self) -> None:
+        """Return the memory of freed arrays to the system: it would count as taken."""
+        with self._joined():
+            give_back_memory()
+
     def least_free(self, own: int | None) -> int | None:
         """Return the free bytes of the device that has least; ``own`` are those of this process."""
         return own
+
+    def close(self) -> None:
+        """Wait until the device is idle; no op follows, and the models may be freed.
+
+        What a graph reads and writes must be there while it is submitted and computed. A failed
+        device has nothing more to do, and one of several ranks may wait for ranks that are gone.
+        """
+        self.dispatcher.close()
+        if self.faults.may_wait:
+            drain_device()
 
     def take(self, model: str) -> WorkerModel:
         """Return a loaded model, which no later op names."""

@@ -399,6 +399,11 @@ class Scheduler:
                 self._kv.tiers.saves.fail(content)
         return updates
 
+    def without_ended(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """Return a batch without the rows of sequences that have ended since it was scheduled."""
+        rows = tuple(row for row in batch.sequences if row.seq_id in self._live.by_id)
+        return replace(batch, sequences=rows)
+
     def check_room(self, client: str, n: int) -> None:
         """Refuse ``n`` samples if the queue is full and the client has its share of it.
 

@@ -276,5 +276,5 @@ class CompilableAttention(AttentionBackend, Protocol):
         ...
 
     def settle(self, pool: LayerPool) -> None:
-        """Let later steps depend on no write before: all are submitted, and ``runs_in_order``."""
+        """Let later steps depend on no write before: all come first by ``runs_in_order``."""
         ...

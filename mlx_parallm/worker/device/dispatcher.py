@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ from mlx_parallm.worker.device.properties import backend_name
 
 
 class Dispatch(Protocol):
-    """Arrays that MLX was given to compute."""
+    """A graph that is being submitted, or was."""
 
     def end(self) -> None:
         """Wait until MLX has submitted all of it; raise what stopped it."""
@@ -30,10 +31,10 @@ class Dispatcher:
     schedule of the next one (``docs/decisions/057-a-thread-submits-graphs.md``).
 
     MLX is not made for two threads that use one stream or one array. Call ``join`` before anything
-    is evaluated or traced, and before arrays of the graph under way are dropped. Meanwhile the
-    caller may read arrays that are no part of that graph. It may also build the next graph, if
-    every array which that takes from this one is its operation's only output, and the caller keeps
-    a reference to the array until ``join``.
+    is evaluated or traced, and before outputs of operations of the graph under way are dropped;
+    arrays that no operation made may be. Meanwhile the caller may read arrays that are no part of
+    that graph. It may also build the next graph, if every array which that takes from this one is
+    its operation's only output, and the caller keeps a reference to the array until ``join``.
     """
 
     def begin(self, arrays: Sequence[Any]) -> Dispatch:
@@ -48,6 +49,9 @@ class Dispatcher:
     def join(self) -> None:
         """Wait until nothing is being submitted. What failed is raised by ``Dispatch.end``."""
 
+    def close(self) -> None:
+        """Wait until nothing is being submitted; nothing more will be."""
+
     @property
     def runs_beside(self) -> bool:
         """True if the caller goes on while a graph is being submitted."""
@@ -58,7 +62,7 @@ class ThreadDispatcher(Dispatcher):
     """Submits on a thread of its own. Every other call comes from the thread that made it."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "dispatch")
+        self._thread = _Thread("dispatch")
         _first_thread()
         # Both threads use its queue of kernels, in turns. Without a default stream, MLX would make
         # one for the other thread, and may abort a process whose thread ends with a stream.
@@ -70,11 +74,10 @@ class ThreadDispatcher(Dispatcher):
     @override
     def begin(self, arrays: Sequence[Any]) -> Dispatch:
         self.join()
-        has_begun = threading.Lock()
-        has_begun.acquire()
+        has_begun = threading.Event()
         self._latest = self._thread.submit(_submit, arrays, has_begun)
         # Otherwise the thread would wait for the interpreter lock as long as a switch takes, 5 ms.
-        has_begun.acquire()
+        has_begun.wait()
         return _OnThread(self._latest)
 
     @override
@@ -82,6 +85,11 @@ class ThreadDispatcher(Dispatcher):
         latest, self._latest = self._latest, None
         if latest is not None:
             latest.exception()
+
+    @override
+    def close(self) -> None:
+        self.join()
+        self._thread.close()
 
     @property
     @override
@@ -120,23 +128,62 @@ class _OnThread(Dispatch):
             del self
 
 
-def _submit(arrays: Sequence[Any], has_begun: threading.Lock) -> None:
-    has_begun.release()
+def _submit(arrays: Sequence[Any], has_begun: threading.Event) -> None:
+    has_begun.set()
     mx.async_eval(arrays)
 
 
+class _Thread:
+    """A thread that makes calls one after the other until it is closed.
+
+    Threads of ``ThreadPoolExecutor`` end with the main thread, and engines may go on after it. The
+    thread is a daemon, so that one which is not closed does not keep the process alive.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        threading.Thread(target=_make_calls, args=(self._calls,), name=name, daemon=True).start()
+
+    def submit(self, function: Callable[..., None], *arguments: object) -> Future[None]:
+        """Have a call made after those before it; return its future."""
+        future: Future[None] = Future()
+        self._calls.put((future, function, arguments))
+        return future
+
+    def close(self) -> None:
+        """Let the thread end after the calls before."""
+        self._calls.put(None)
+
+
+_Call = tuple[Future[None], Callable[..., None], tuple[object, ...]]
+
+
+def _make_calls(calls: SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        future, function, arguments = call
+        # A call is forgotten once it is made, because its arguments are graphs.
+        del call
+        try:
+            function(*arguments)
+        except Exception as error:  # noqa: BLE001 - raised by ``Future.result``
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del future, function, arguments
+
+
 @functools.cache
-def _first_thread() -> ThreadPoolExecutor:
-    """Let a thread that stays be the first to use MLX, unless another one was; return its pool.
+def _first_thread() -> _Thread:
+    """Let a thread that stays be the first to use MLX, unless another one was; return it.
 
     MLX knows that thread by its number, which must not become another one's. It keeps the CUDA
     events that the thread drops for it alone (``CudaEventPool``), and an engine thread drops one of
     each step. Where the thread clears its streams, as an engine thread does at its end, it clears
     those of all dispatchers too (``gpu::clear_streams``).
     """
-    pool = ThreadPoolExecutor(1, "first-of-mlx")
-    pool.submit(mx.clear_cache).result()
-    return pool
+    thread = _Thread("first-of-mlx")
+    thread.submit(mx.clear_cache).result()
+    return thread
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import mlx.core as mx
@@ -12,6 +12,7 @@ from typing_extensions import override
 from mlx_parallm.grammar.masks import GrammarMasks
 from mlx_parallm.models.seq2seq.interface import is_encoder_decoder
 from mlx_parallm.types.content import Buffer
+from mlx_parallm.types.errors import EarlierStepError
 from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.request import ALL_TOKENS
 from mlx_parallm.types.step import (
@@ -117,6 +118,8 @@ class ModelRunner(Runner):
         self._arrays = arrays
         self._tokens = PendingTokens()
         self._latest: ModelStep | None = None
+        # What stopped the submission of the step in flight.
+        self._refusal: Exception | None = None
         path.before_traces(dispatcher.join)
         pools = [path.pools, None if draft is None else draft.pools]
         self._moves = HostMoves(ranks, faults, self._joined, runs_ahead=info.runs_ahead)
@@ -148,14 +151,15 @@ class ModelRunner(Runner):
         Backends that write pools by MLX's assignment cannot run ahead: while a step in flight holds
         a pool, MLX would copy it instead of writing in place.
         """
-        features = self.inputs.take_begun()
         with self._recovering():
             rows = StepRows(batch.sequences)
-            if not self._builds_beside(batch, rows, features):
-                self._join(batch, rows)
+            if not self._builds_beside(batch, rows):
+                self._join(batch)
+            features = self.inputs.take_begun()
+            self._begin_step()
             with self._tracer.span(Phase.BUILD, batch):
                 step = self._build(batch, rows)
-            self._join(batch, rows)
+            self._join(batch)
             if not self.info.runs_ahead:
                 with self._tracer.span(Phase.EVALUATE, batch):
                     step.run(self._written())
@@ -167,19 +171,32 @@ class ModelRunner(Runner):
                 self._path.settle_writes()
         return step
 
-    def _join(self, batch: ScheduledBatch, rows: StepRows) -> None:
-        """Wait until nothing is being submitted; raise what stopped the step before this one.
+    def _join(self, batch: ScheduledBatch) -> None:
+        """Wait until nothing is being submitted.
 
-        MLX would evaluate what is left of its graph with this one, whose tokens come from it.
+        Raises:
+            EarlierStepError: the step in flight could not be submitted.
         """
         with self._tracer.span(Phase.JOIN, batch):
             self._dispatcher.join()
-        if rows.has_pending and self._latest is not None:
-            self._latest.check_submitted()
+        self._check_latest()
 
-    def _builds_beside(
-        self, batch: ScheduledBatch, rows: StepRows, features: Sequence[mx.array]
-    ) -> bool:
+    def _check_latest(self) -> None:
+        """Raise EarlierStepError if the step in flight was refused, until its ``wait`` has raised.
+
+        MLX would evaluate what is left of its graph with what is computed from it.
+        """
+        if self._latest is not None:
+            self._refusal = self._latest.why_refused()
+        if self._refusal is not None:
+            raise EarlierStepError("The step before could not be submitted.") from self._refusal
+
+    def _begin_step(self) -> None:
+        self._path.begin_step()
+        if self._draft is not None:
+            self._draft.begin_step()
+
+    def _builds_beside(self, batch: ScheduledBatch, rows: StepRows) -> bool:
         """True if the step can be built while the one before is being submitted.
 
         It computes nothing on the device until it is submitted, and all it takes from the step
@@ -192,7 +209,8 @@ class ModelRunner(Runner):
             and self._ranks is None
             and rows.has_pending
             and rows.are_plain
-            and not (features or batch.block_copies or batch.state_copies or batch.adapters)
+            and not self.inputs.has_begun
+            and not (batch.block_copies or batch.state_copies or batch.adapters)
         )
 
     def begin_inputs(self, op: ComputeInputs, inputs: Sequence[Tensors]) -> Pending[None]:
@@ -264,9 +282,14 @@ class ModelRunner(Runner):
 
     @contextmanager
     def _joined(self) -> Generator[None]:
-        """Do as ``_recovering``, while nothing is being submitted to the device."""
+        """Do as ``_recovering``, while nothing is being submitted to the device.
+
+        A step that was refused fails by its own ``wait``, and not what is done here.
+        """
+        self._dispatcher.join()
+        with suppress(EarlierStepError), self._recovering():
+            self._check_latest()
         with self._recovering():
-            self._dispatcher.join()
             yield
 
     @contextmanager
@@ -282,6 +305,9 @@ class ModelRunner(Runner):
             count = self._faults.count
             self._faults.note(error)
             self._recover(is_late=self._faults.count > count)
+            if error is self._refusal:
+                # The refused step itself has raised it.
+                self._refusal = None
             raise
 
     def recover(self) -> None:
@@ -289,6 +315,8 @@ class ModelRunner(Runner):
         self._recover(is_late=True)
 
     def _recover(self, *, is_late: bool) -> None:
+        if self._latest is not None:
+            self._refusal = self._refusal or self._latest.why_refused()
         self._latest = None
         # Where nothing may wait for the device, all ranks end after a step that failed.
         if self._faults.may_wait:

@@ -107,20 +107,23 @@ class ModelStep(OneStage[StepOutput], StepInFlight):
         mx.eval(self._outputs(), self._written, self._features)
         self._written, self._features = [], []
 
-    def check_submitted(self) -> None:
-        """Wait until the step is submitted; raise what stopped it, as ``wait`` will do."""
-        if self._dispatch is not None:
-            self._dispatch.end()
+    def why_refused(self) -> Exception | None:
+        """Return what stopped the submission of the step, as ``wait`` will raise it, or None.
+
+        Nothing is being submitted.
+        """
+        try:
+            if self._dispatch is not None:
+                self._dispatch.end()
+        except Exception as error:  # noqa: BLE001 - raised by ``wait``
+            return error
+        return None
 
     def _end_dispatch(self) -> None:
-        """Wait until the step is submitted; raise what stopped it."""
-        dispatch, self._dispatch = self._dispatch, None
-        try:
-            if dispatch is not None:
-                dispatch.end()
-        finally:
-            # An error has this frame, and must not keep itself and the step alive.
-            del dispatch
+        """Wait until the step is submitted; raise what stopped it, each time."""
+        if self._dispatch is not None:
+            self._dispatch.end()
+            self._dispatch = None
 
     @property
     def _is_plain(self) -> bool:

@@ -56,6 +56,11 @@ class InputComputer:
         """The stages of an image."""
         return 1 if self.tower is None else self.tower.num_stages
 
+    @property
+    def has_begun(self) -> bool:
+        """True if arrays were begun that ``take_begun`` has not returned."""
+        return bool(self._begun)
+
     def take_begun(self) -> list[mx.array]:
         """Return the arrays that were begun since the last call and may not be complete."""
         begun, self._begun = self._begun, []

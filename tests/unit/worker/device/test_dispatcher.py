@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -88,6 +90,38 @@ def test_the_next_call_waits_for_the_graph_before(gate: Gate) -> None:
     second.end()
     opener.join()
     assert gate.finished == [["first"], ["second"]]
+
+
+def test_close_waits_for_the_graph_and_ends_the_thread(gate: Gate) -> None:
+    before = set(threading.enumerate())
+    dispatcher = ThreadDispatcher()
+    (own,) = {each for each in threading.enumerate() if each.name == "dispatch"} - before
+    dispatcher.begin(["last"])
+    assert gate.is_entered.wait()
+    opener = threading.Thread(target=gate.is_open.set)
+    opener.start()
+    dispatcher.close()
+    assert gate.finished == [["last"]]
+    own.join()
+    opener.join()
+
+
+def test_graphs_are_submitted_after_the_main_thread_has_ended() -> None:
+    """Threads of ``ThreadPoolExecutor`` would have ended with it."""
+    code = (
+        "import threading\n"
+        "import mlx.core as mx\n"
+        "from mlx_parallm.worker.device.dispatcher import ThreadDispatcher\n"
+        "def engine():\n"
+        "    threading.main_thread().join()\n"
+        "    dispatcher, x = ThreadDispatcher(), mx.arange(3) + 1\n"
+        "    dispatcher.begin([x]).end()\n"
+        "    print(x.tolist())\n"
+        "    dispatcher.close()\n"
+        "threading.Thread(target=engine).start()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[1, 2, 3]\n"
 
 
 def test_what_stops_a_graph_is_raised_by_its_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ FLOATS = (mx.bfloat16, mx.float16, mx.float32)
 def test_rows_and_scales_of_other_dtypes_are_multiplied_as_mlx_does(
     dtype: mx.Dtype, scales: mx.Dtype
 ) -> None:
-    """A file may have bfloat16 norms and float32 scales; MLX's product is float32 then."""
+    """Check layers of files with bfloat16 norms and float32 scales: products are float32."""
     model = Tied()
     nn.quantize(model, group_size=32, bits=4)
     for name in ("scales", "biases"):
