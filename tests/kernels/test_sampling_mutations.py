@@ -64,7 +64,7 @@ MISTAKES = {
     "min-p not divided": Mistake(
         "draw", "largest / temperature + log_min_p", "largest + log_min_p"
     ),
-    "the last of equals in a thread": Mistake("greedy", "number > best", "number >= best"),
+    "the last of equals in a thread": Mistake("greedy", "number <= best", "number < best"),
     "the last of equals in a warp": Mistake("greedy", "their_id < best_id", "their_id > best_id"),
     "the last of equal warps": Mistake("greedy", "warp_id[w] < best_id", "warp_id[w] > best_id"),
     "the piece alone": Mistake("greedy", "i * VEC + j", "i * VEC"),

@@ -86,6 +86,8 @@ class SamplingKernels:
     def greedy(self, logits: mx.array) -> mx.array:
         """Return the token with the largest logit of each row, the lowest of equals.
 
+        NaN is the largest, as in ``mx.argmax``.
+
         Args:
             logits: float32, float16 or bfloat16 ``[rows, vocab]``.
 
@@ -105,6 +107,8 @@ class SamplingKernels:
         self, logits: mx.array, settings: mx.array, keys: mx.array
     ) -> tuple[mx.array, mx.array]:
         """Draw a token per row: uint32 ``[rows]``, and the smallest scaled logit kept, float32.
+
+        A row with NaN has the first of these, whatever its settings.
 
         Args:
             logits: float32, float16 or bfloat16 ``[rows, vocab]``.

@@ -25,6 +25,12 @@ inline float number_of(unsigned key, int drop) {
   return as_type<float>(is_positive ? whole & 0x7fffffffu : ~(whole | ((1u << drop) - 1u)));
 }
 
+// Maps a number of a row that may have NaN: each of them has the largest key, as in MLX's argmax.
+inline unsigned order_nan(float number, int drop) {
+  const bool is_nan = as_type<unsigned>(number) << 1 > 0xff000000u;
+  return is_nan ? 0xffc00000u >> drop : order(number, drop);
+}
+
 // Returns the smallest key, up to `most`, whose number over the temperature is at least `least`.
 inline unsigned first_key(float least, float temperature, unsigned most, int drop) {
   unsigned below = 0;

@@ -9,6 +9,7 @@ constexpr int DIGIT_BITS = 4;
 constexpr int DIGITS = 1 << DIGIT_BITS;
 constexpr int TOP_SHIFT = (32 - DROP - 1) / DIGIT_BITS * DIGIT_BITS;
 constexpr int HALF = (V + 1) / 2;
+constexpr int NOBODY = 0x7fffffff;
 const int thread_index = thread_index_in_threadgroup;
 const int lane = thread_index % 32;
 const int warp = thread_index / 32;
@@ -29,7 +30,7 @@ for (int i = thread_index; i < V / VEC; i += THREADS) {
   const Piece piece = *((const device Piece*)mine + i);
 #pragma unroll
   for (int j = 0; j < VEC; j++) {
-    const unsigned key = order(float(piece.at[j]), DROP);
+    const unsigned key = order_nan(float(piece.at[j]), DROP);
     most = key > most ? key : most;
   }
 }
@@ -53,7 +54,8 @@ const float largest = number_of(most, DROP);
 // the k-th as many as belong to the k.
 threadgroup float sums[DIGITS][THREADS];
 threadgroup float totals[DIGITS];
-unsigned floor_key = is_greedy ? most : 0u;
+// A row with NaN keeps only these, so that all of its scores are NaN.
+unsigned floor_key = is_greedy || largest != largest ? most : 0u;
 if (log_min_p >= -1e30f) {
   floor_key = first_key(largest / temperature + log_min_p, temperature, most, DROP);
 }
@@ -124,11 +126,12 @@ for (int search = 0; search < 2; search++) {
 floor_key = floor_key < most ? floor_key : most;
 
 // 3. Keep the logits that are at least as large after division. The token has the largest sum of
-// logit and noise; MLX makes the bits of the tokens i and i + HALF at once.
+// logit and noise, and the lowest id if they are equal or NaN; MLX makes the bits of the tokens i
+// and i + HALF at once.
 const float least = number_of(floor_key, DROP) / temperature;
 const unsigned kept = floor_key > 0 ? first_key(least, temperature, floor_key, DROP) : 0u;
 float best = as_type<float>(0xff800000u);
-int best_id = 0;
+int best_id = NOBODY;
 for (int i = thread_index * VEC; i < HALF; i += THREADS * VEC) {
   const bool has_other = i + HALF < V;
   Piece pieces[2];
@@ -137,8 +140,8 @@ for (int i = thread_index * VEC; i < HALF; i += THREADS * VEC) {
 #pragma unroll
   for (int j = 0; j < VEC; j++) {
     const bool is_kept[2] = {
-        order(float(pieces[0].at[j]), DROP) >= kept,
-        has_other && order(float(pieces[1].at[j]), DROP) >= kept};
+        order_nan(float(pieces[0].at[j]), DROP) >= kept,
+        has_other && order_nan(float(pieces[1].at[j]), DROP) >= kept};
     if (is_kept[0] || is_kept[1]) {
       const Chunk<unsigned, 2> bits =
           random_bits(seed, position, i + j, has_other ? i + j + HALF : 0);
@@ -148,7 +151,7 @@ for (int i = thread_index * VEC; i < HALF; i += THREADS * VEC) {
           const float noise = is_greedy ? 0.0f : gumbel(bits.at[h]);
           const float score = float(pieces[h].at[j]) / temperature + noise;
           const int id = i + j + h * HALF;
-          if (score > best || (score == best && id < best_id)) {
+          if (score > best || (!(score < best) && id < best_id)) {
             best = score;
             best_id = id;
           }
@@ -163,7 +166,7 @@ for (int i = thread_index * VEC; i < HALF; i += THREADS * VEC) {
 for (int far = 16; far > 0; far /= 2) {
   const float their_best = simd_shuffle_xor(best, far);
   const int their_id = simd_shuffle_xor(best_id, far);
-  if (their_best > best || (their_best == best && their_id < best_id)) {
+  if (their_best > best || (!(their_best < best) && their_id < best_id)) {
     best = their_best;
     best_id = their_id;
   }
@@ -177,7 +180,7 @@ if (lane == 0) {
 threadgroup_barrier(mem_flags::mem_threadgroup);
 if (thread_index == 0) {
   for (int w = 1; w < WARPS; w++) {
-    if (warp_best[w] > best || (warp_best[w] == best && warp_id[w] < best_id)) {
+    if (warp_best[w] > best || (!(warp_best[w] < best) && warp_id[w] < best_id)) {
       best = warp_best[w];
       best_id = warp_id[w];
     }

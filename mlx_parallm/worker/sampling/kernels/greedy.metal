@@ -1,4 +1,5 @@
-// One threadgroup finds the largest logit of one row, the lowest token among equals.
+// One threadgroup finds the largest logit of one row, the lowest token among equals. NaN is the
+// largest, as in MLX's argmax.
 typedef Chunk<T, VEC> Piece;
 constexpr int WARPS = THREADS / 32;
 constexpr int PIECES = V / VEC;
@@ -25,7 +26,7 @@ for (int first = thread_index; first < PIECES; first += AHEAD * THREADS) {
 #pragma unroll
     for (int j = 0; j < VEC; j++) {
       const float number = float(pieces[a].at[j]);
-      if (i < PIECES && number > best) {
+      if (i < PIECES && !(number <= best) && best == best) {
         best = number;
         best_id = i * VEC + j;
       }
@@ -33,27 +34,28 @@ for (int first = thread_index; first < PIECES; first += AHEAD * THREADS) {
   }
 }
 
-// 2. Find the best of the threadgroup.
+// 2. Find the best of the threadgroup. Keys order NaN, too.
+unsigned key = order_nan(best, 0);
 #pragma unroll
 for (int far = 16; far > 0; far /= 2) {
-  const float their_best = simd_shuffle_xor(best, far);
+  const unsigned their_key = simd_shuffle_xor(key, far);
   const int their_id = simd_shuffle_xor(best_id, far);
-  if (their_best > best || (their_best == best && their_id < best_id)) {
-    best = their_best;
+  if (their_key > key || (their_key == key && their_id < best_id)) {
+    key = their_key;
     best_id = their_id;
   }
 }
-threadgroup float warp_best[WARPS];
+threadgroup unsigned warp_key[WARPS];
 threadgroup int warp_id[WARPS];
 if (lane == 0) {
-  warp_best[warp] = best;
+  warp_key[warp] = key;
   warp_id[warp] = best_id;
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 if (thread_index == 0) {
   for (int w = 1; w < WARPS; w++) {
-    if (warp_best[w] > best || (warp_best[w] == best && warp_id[w] < best_id)) {
-      best = warp_best[w];
+    if (warp_key[w] > key || (warp_key[w] == key && warp_id[w] < best_id)) {
+      key = warp_key[w];
       best_id = warp_id[w];
     }
   }
