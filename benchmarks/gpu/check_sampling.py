@@ -19,7 +19,7 @@ import numpy as np
 
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import SampleSpec
-from mlx_parallm.worker.sampling.check import device_kernels, why_not
+from mlx_parallm.worker.sampling.check import device_kernels, why_not, why_not_greedy
 from mlx_parallm.worker.sampling.kernel_sampling import SamplingKernels
 from mlx_parallm.worker.sampling.logprobs import target_logprobs
 from mlx_parallm.worker.sampling.row_settings import RowSettings, random_keys
@@ -62,9 +62,11 @@ def main() -> int:
     wrong = 0
     for dtype in (mx.bfloat16, mx.float32):
         reason = why_not(kernels, args.vocab, dtype)
+        reason = reason or why_not_greedy(kernels, args.vocab, dtype)
         print(f"check at load, {dtype}: {reason or 'passed'}", flush=True)
         wrong += reason is not None
         kernels.trust(args.vocab, dtype)
+        kernels.trust_greedy(args.vocab, dtype)
         for rows in sorted(ROWS):
             for name, spread in SPREADS.items():
                 logits = _logits(rows, args.vocab, spread, dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,20 +19,34 @@ from mlx_parallm.types.request import (
 from mlx_parallm.types.step import SampleSpec
 from mlx_parallm.worker.sampling import check as sampling_check
 from mlx_parallm.worker.sampling import truncation
-from mlx_parallm.worker.sampling.check import choose_sampling, sampling_report, why_not
+from mlx_parallm.worker.sampling.check import (
+    choose_sampling,
+    sampling_report,
+    why_not,
+    why_not_greedy,
+)
 from mlx_parallm.worker.sampling.kernel_sampling import MAX_TOP, SamplingKernels
 from mlx_parallm.worker.sampling.logprobs import LEAST
 from mlx_parallm.worker.sampling.row_settings import RowSettings, random_keys
-from mlx_parallm.worker.sampling.sampler import Sampler, SampleResult, categorical
+from mlx_parallm.worker.sampling.sampler import Sampler, categorical
 from mlx_parallm.worker.sampling.truncation import Stage, settings_in_use, truncate
+from tests.kernels.sampling_trial import (
+    DTYPES,
+    THREADS,
+    TRUNCATIONS,
+    VOCAB,
+    drawn,
+    spec,
+    tokens_of,
+    trusted,
+    values_of,
+)
 from tests.kernels.shim_language import ORDERS, CudaShim, Shim
 
 pytestmark = pytest.mark.slow
 
-DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 #: ``ROUNDING`` of probabilities: the rounding of sums decides where top-p ends.
 ROUNDING = 1e-5
-VOCAB, THREADS = 600, 64
 KINDS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "normal": lambda source, vocab: source.normal(size=vocab) * 3,
     "coarse": lambda source, vocab: np.round(source.normal(size=vocab)),
@@ -47,34 +60,6 @@ KINDS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "tiny": lambda source, vocab: source.normal(size=vocab) * 1e-7,
     "neighbours": lambda source, vocab: 7 + source.integers(0, 40, vocab) * 2.0**-21,
 }
-TRUNCATIONS: list[dict[str, Any]] = [
-    {},
-    *({"top_k": k} for k in (1, 2, 31, VOCAB - 1, VOCAB, VOCAB + 5)),
-    *({"top_p": p} for p in (1e-30, 0.3, 0.95, 0.99999)),
-    *({"min_p": p} for p in (1e-6, 0.3, 1.0)),
-    {"top_k": 20, "top_p": 0.7},
-    {"top_k": 20, "min_p": 0.1},
-    {"top_p": 0.7, "min_p": 0.1},
-    {"top_k": 500, "top_p": 0.9, "min_p": 0.001},
-]
-
-
-def spec(seed: int = 0, position: int = 3, **params: Any) -> SampleSpec:
-    return SampleSpec(
-        params=SamplingParams(**params),
-        seed=seed,
-        position=position,
-        prompt_ids=(),
-        output_ids=(),
-    )
-
-
-def drawn(
-    kernels: SamplingKernels, logits: mx.array, specs: Sequence[SampleSpec]
-) -> tuple[list[int], mx.array]:
-    rows = RowSettings(specs)
-    tokens, floors = kernels.draw(logits, rows.settings, rows.keys(specs))
-    return np.array(tokens).tolist(), floors[:, None]
 
 
 def kept_in_theory(row: np.ndarray, params: SamplingParams, top_p: float) -> np.ndarray:
@@ -93,7 +78,9 @@ def kept_in_theory(row: np.ndarray, params: SamplingParams, top_p: float) -> np.
 @pytest.mark.parametrize(("vocab", "threads"), [(33, 32), (1111, 64), (2048, 128)])
 def test_the_check_at_load_passes(shim: Shim, vocab: int, threads: int, dtype: mx.Dtype) -> None:
     for shim.order in ORDERS:
-        assert why_not(SamplingKernels(shim, threads=threads), vocab, dtype) is None
+        kernels = SamplingKernels(shim, threads=threads)
+        assert why_not(kernels, vocab, dtype) is None
+        assert why_not_greedy(kernels, vocab, dtype) is None
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 0.7, 3.0])
@@ -149,73 +136,6 @@ def test_the_largest_is_the_first_of_those_that_tie(
         assert SamplingKernels(shim, threads=threads).greedy(logits).tolist() == expected
 
 
-def odd_rows(vocab: int) -> np.ndarray:
-    """Return rows with NaN or infinity, whose largest number is at 40, float32 ``[n, vocab]``."""
-    numbers = np.random.default_rng(3).normal(size=vocab).astype(np.float32)
-    numbers[40] = 40.0
-    half = (vocab + 1) // 2
-    rows = [np.full(vocab, value, np.float32) for value in (math.nan, -math.nan, -np.inf, np.inf)]
-    # Tokens i and half + i belong to one thread of ``draw``; the second NaN may come first there.
-    for places in (
-        (0,),
-        (30,),
-        (vocab - 1,),
-        (half + 1, 2),
-        (30, half),
-        (half - 1, half, vocab - 2),
-    ):
-        for value in (math.nan, -math.nan, np.inf):
-            rows.append(numbers.copy())
-            rows[-1][list(places)] = value
-    for first, second in ((30, 50), (50, 30)):
-        rows.append(numbers.copy())
-        rows[-1][[first, second]] = np.inf, math.nan
-    rows.append(np.where(np.arange(vocab) == 77, math.nan, -np.inf).astype(np.float32))
-    return np.array(rows)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("vocab", "threads"), [(111, 32), (600, 64), (2048, 128)])
-def test_a_greedy_row_with_nan_or_infinity_has_the_token_of_stock_operations(
-    shim: Shim, vocab: int, threads: int, dtype: mx.Dtype
-) -> None:
-    logits = mx.array(odd_rows(vocab)).astype(dtype)
-    greedy = [spec(i, temperature=0.0) for i in range(len(logits))]
-    expected = Sampler()(logits, greedy).tokens.tolist()
-    assert expected == odd_rows(vocab).argmax(axis=-1).tolist()
-    kernels = SamplingKernels(shim, threads=threads)
-    for shim.order in ORDERS:
-        assert kernels.greedy(logits).tolist() == expected
-        assert drawn(kernels, logits, greedy)[0] == expected
-
-
-@pytest.mark.parametrize("options", TRUNCATIONS, ids=str)
-def test_a_drawn_row_with_nan_or_infinity_has_its_first_largest_token(
-    shim: Shim, options: dict[str, Any]
-) -> None:
-    rows = odd_rows(VOCAB)
-    logits, specs = mx.array(rows), [spec(i, temperature=0.7, **options) for i in range(len(rows))]
-    expected = rows.argmax(axis=-1).tolist()
-    assert drawn(SamplingKernels(shim, threads=THREADS), logits, specs)[0] == expected
-    if not options:
-        assert Sampler()(logits, specs).tokens.tolist() == expected
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_log_probabilities_of_rows_with_nan_are_those_of_stock_operations(
-    shim: Shim, temperature: float
-) -> None:
-    logits = mx.array(odd_rows(VOCAB))
-    specs = [spec(i, temperature=temperature, logprobs=2) for i in range(len(logits))]
-    actual = Sampler(trusted(shim, mx.float32))(logits, specs)
-    wanted = Sampler()(logits, specs)
-    assert tokens_of(actual, len(specs)) == tokens_of(wanted, len(specs))
-    for some, others in zip(
-        values_of(actual, len(specs)), values_of(wanted, len(specs)), strict=True
-    ):
-        assert some == pytest.approx(others, nan_ok=True)
-
-
 def test_rows_draw_the_same_alone_together_and_again(shim: Shim) -> None:
     kernels = SamplingKernels(shim, threads=THREADS)
     source = np.random.default_rng(6)
@@ -261,29 +181,6 @@ def test_the_likeliest_come_best_first_and_ties_by_ascending_id(
         assert np.isclose(entry.logprob, max(exact[tokens[row]], LEAST), rtol=1e-6, atol=1e-5)
         assert [token for token, _ in entry.top] == ids
         assert np.allclose([value for _, value in entry.top], exact[ids], rtol=1e-6, atol=1e-5)
-
-
-def trusted(shim: Shim, *dtypes: mx.Dtype) -> SamplingKernels:
-    kernels = SamplingKernels(shim, threads=THREADS)
-    for dtype in dtypes:
-        kernels.trust(VOCAB, dtype)
-    return kernels
-
-
-def tokens_of(result: SampleResult, rows: int) -> list[object]:
-    mx.eval(result.arrays())
-    return [
-        (row.token_id, row.logprob and [token for token, _ in row.logprob.top])
-        for row in result.to_python(range(rows))
-    ]
-
-
-def values_of(result: SampleResult, rows: int) -> list[list[float]]:
-    entries = [token.logprob for token in result.to_python(range(rows))]
-    return [
-        [entry.logprob, entry.entropy or 0.0, *(value for _, value in entry.top)] if entry else []
-        for entry in entries
-    ]
 
 
 @pytest.mark.parametrize("mode", [*LOGPROBS_MODES, ADJUSTED_LOGPROBS])
@@ -464,6 +361,30 @@ def test_logits_that_kernels_do_not_take_are_sampled_by_stock_operations(
     for dtype in (mx.float16, mx.float32):
         assert kernels.serve(mx.zeros((1, VOCAB), dtype))
     assert not kernels.serve(mx.zeros((1, VOCAB), mx.bfloat16))
+
+
+@pytest.mark.parametrize("chosen", [None, True])
+def test_a_wrong_greedy_kernel_leaves_only_greedy_rows_to_stock_operations(
+    shim: Shim, monkeypatch: pytest.MonkeyPatch, chosen: bool | None
+) -> None:
+    monkeypatch.setattr(sampling_check, "device_kernels", lambda: SamplingKernels(shim, threads=32))
+    logits = mx.zeros((1, VOCAB))
+    right, _ = choose_sampling(VOCAB, mx.float32, chosen)
+    assert right is not None
+    assert right.serve_greedy(logits) == (shim.name == "cuda")
+    tried: list[str] = []
+
+    def spoil(name: str, body: str) -> str:
+        tried.append(name)
+        return body.replace("best_id = i * VEC + j;", "best_id = 0;") if "greedy" in name else body
+
+    shim.mutate = spoil
+    kernels, rejected = choose_sampling(VOCAB, mx.float32, chosen)
+    assert rejected is None
+    assert kernels is not None
+    assert kernels.serve(logits)
+    assert not kernels.serve_greedy(logits)
+    assert any("greedy" in name for name in tried) == (shim.name == "cuda")
 
 
 def test_the_report_says_why_kernels_are_not_used(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.worker.sampling.check import why_not
+from mlx_parallm.worker.sampling.check import why_not, why_not_greedy
 from mlx_parallm.worker.sampling.kernel_sampling import SamplingKernels
 from mlx_parallm.worker.sampling.kernels import TEXTS
 from tests.kernels.mutation import (
@@ -27,9 +27,13 @@ VOCAB, THREADS = 1040, 64
 
 
 def is_right(shim: Shim) -> bool:
-    """True if the check at load passes in every order of threads."""
+    """True if the checks at load pass in every order of threads."""
     kernels = SamplingKernels(shim, threads=THREADS)
-    return passes_in_every_order(shim, lambda: why_not(kernels, VOCAB, mx.float16))
+    checks = (why_not, why_not_greedy)
+    return all(
+        passes_in_every_order(shim, lambda check=check: check(kernels, VOCAB, mx.float16))
+        for check in checks
+    )
 
 
 def test_the_whole_texts_are_right(shim: Shim) -> None:

@@ -74,7 +74,23 @@ def choose_sampling(
             logger.warning("sampling kernels are not used: %s", reason)
             return None, reason
         kernels.trust(vocab, logits_dtype)
+        _try_greedy(kernels, vocab, logits_dtype)
     return kernels, None
+
+
+def _try_greedy(kernels: SamplingKernels, vocab: int, dtype: mx.Dtype) -> None:
+    """Use the kernel for greedy rows if it is for this device, and agrees with ``argmax``.
+
+    It is checked with an earlier choice, too, which does not say whether it was right, and by each
+    rank alone: tokens are the same with it and without.
+    """
+    if not kernels.has_greedy:
+        return
+    reason = why_not_greedy(kernels, vocab, dtype)
+    if reason is None:
+        kernels.trust_greedy(vocab, dtype)
+    else:
+        logger.warning("the kernel for greedy rows is not used: %s", reason)
 
 
 def device_kernels() -> SamplingKernels | None:
@@ -84,7 +100,10 @@ def device_kernels() -> SamplingKernels | None:
 
 
 def why_not(kernels: SamplingKernels, vocab: int, dtype: mx.Dtype) -> str | None:
-    """Return why kernels are not used for such logits; None if they agree with stock operations."""
+    """Return why ``draw`` and ``logprobs`` are not used for such logits.
+
+    None if they agree with stock operations.
+    """
     reason = why_unsupported(vocab, dtype)
     if reason is not None:
         return reason
@@ -94,11 +113,15 @@ def why_not(kernels: SamplingKernels, vocab: int, dtype: mx.Dtype) -> str | None
         for row, params in enumerate(_PARAMS * (len(_SPREADS) + len(_MOST)))
     ]
     try:
-        return (
-            _draws_differ(kernels, logits, specs)
-            or _largest_differ(kernels, logits)
-            or _logprobs_differ(kernels, logits)
-        )
+        return _draws_differ(kernels, logits, specs) or _logprobs_differ(kernels, logits)
+    except MODEL_ERRORS as cause:
+        return f"{type(cause).__name__}: {cause}"
+
+
+def why_not_greedy(kernels: SamplingKernels, vocab: int, dtype: mx.Dtype) -> str | None:
+    """Return why ``greedy`` is not used for such logits; None if it agrees with ``argmax``."""
+    try:
+        return _largest_differ(kernels, check_logits(vocab, dtype))
     except MODEL_ERRORS as cause:
         return f"{type(cause).__name__}: {cause}"
 

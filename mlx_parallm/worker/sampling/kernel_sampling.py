@@ -53,19 +53,33 @@ class SamplingKernels:
         self._builder = KernelBuilder(language, TEXTS, "sampling", _argument_dtype)
         self._threads = threads or THREADS[language.name]
         self._trusted: set[tuple[int, mx.Dtype]] = set()
+        self._trusted_greedy: set[tuple[int, mx.Dtype]] = set()
         self._made: dict[tuple[str, int, mx.Dtype], Kernel] = {}
         self.name = language.name
 
+    @property
+    def has_greedy(self) -> bool:
+        """True if ``greedy`` is for this device.
+
+        MLX's ``argmax`` reads 0.6 TB/s on an NVIDIA H200; on a Mac neither was measured.
+        """
+        return self.name == "cuda"
+
     def begin(self, vocab: int, dtypes: Iterable[mx.Dtype]) -> None:
         """Start to compile the kernels for such logits, in the background if possible."""
+        specs = (_DRAW, _LOGPROBS, *((_GREEDY,) if self.has_greedy else ()))
         for dtype in dtypes:
             if why_unsupported(vocab, dtype) is None:
-                for spec in (_DRAW, _GREEDY, _LOGPROBS):
+                for spec in specs:
                     self._kernel(spec, vocab, dtype)
 
     def trust(self, vocab: int, dtype: mx.Dtype) -> None:
-        """Use the kernels for such logits from now on, because a check passed."""
+        """Use ``draw`` and ``logprobs`` for such logits from now on, because a check passed."""
         self._trusted.add((vocab, dtype))
+
+    def trust_greedy(self, vocab: int, dtype: mx.Dtype) -> None:
+        """Use ``greedy`` for such logits from now on, because its check passed."""
+        self._trusted_greedy.add((vocab, dtype))
 
     def serve(self, logits: mx.array, settings: frozenset[str] = frozenset()) -> bool:
         """True if a check passed for such logits, and the kernels know all of these settings.
@@ -77,11 +91,8 @@ class SamplingKernels:
         return settings <= SETTINGS and (logits.shape[-1], logits.dtype) in self._trusted
 
     def serve_greedy(self, logits: mx.array) -> bool:
-        """True if ``greedy`` is to be used for such logits.
-
-        MLX's ``argmax`` reads 0.6 TB/s on an NVIDIA H200; on a Mac neither was measured.
-        """
-        return self.name == "cuda" and self.serve(logits)
+        """True if ``greedy`` is for this device, and its check passed for such logits."""
+        return self.has_greedy and (logits.shape[-1], logits.dtype) in self._trusted_greedy
 
     def greedy(self, logits: mx.array) -> mx.array:
         """Return the token with the largest logit of each row, the lowest of equals.

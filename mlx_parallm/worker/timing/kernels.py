@@ -151,5 +151,7 @@ def _checks(language: KernelLanguage) -> list[Callable[[], object]]:
         *(lambda backend=backend: miscopies(backend) for backend in backends),
         lambda: sampling_check.why_not(sampling, vocab, mx.bfloat16),
         lambda: sampling_check.why_not(sampling, vocab, mx.float32),
+        lambda: sampling_check.why_not_greedy(sampling, vocab, mx.bfloat16),
+        lambda: sampling_check.why_not_greedy(sampling, vocab, mx.float32),
         lambda: adapter_check.why_not(changes, mx.bfloat16),
     ]

@@ -69,13 +69,24 @@ def test_a_faulty_kernel_leaves_the_reference(fake_mac: Become, kernel: str, fau
 
 
 @pytest.mark.parametrize("fault", ["wrong", "rejects"])
-@pytest.mark.parametrize("kernel", kernels_of(sampling_texts))
+@pytest.mark.parametrize("kernel", ["draw", "logprobs"])
 def test_a_faulty_sampling_kernel_leaves_stock(fake_mac: Become, kernel: str, fault: str) -> None:
     require_compiler()
     fake_mac(**{fault: f"_{kernel}_"})
     kernels, reason = choose_sampling(300, mx.float32)
     assert kernels is None
     assert reason
+
+
+@pytest.mark.parametrize("fault", ["wrong", "rejects"])
+def test_a_faulty_kernel_that_macs_do_not_use_changes_nothing(fake_mac: Become, fault: str) -> None:
+    require_compiler()
+    assert kernels_of(sampling_texts) == ["draw", "greedy", "logprobs"]
+    fake_mac(**{fault: "_greedy_"})
+    kernels, reason = choose_sampling(300, mx.float32)
+    assert kernels is not None
+    assert reason is None
+    assert not kernels.serve_greedy(mx.zeros((1, 300)))
 
 
 @pytest.mark.parametrize("fault", ["wrong", "rejects"])
