@@ -43,13 +43,13 @@ NO_SIZES: Mapping[str, int] = MappingProxyType({})
 UNFUSED = ("blocks_add_norm", "blocks_gate")
 #: ``MISTAKES``: a part of the text, and a mistake in its place.
 MISTAKES = {
-    "a sum instead of a mean": ("square / DEPTH", "square"),
+    "a sum instead of a mean": ("all_squares / DEPTH", "all_squares"),
     "no weight of the norm": ("* gain", ""),
     "no epsilon": ("+ EPSILON", "+ 0.5f"),
     "the gate itself": ("* 16 + lane + 8]", "* 16 + lane]"),
     "another base": ("-gate * LOG2E", "-gate"),
-    "no residual": ("float(residual[to]) +", ""),
-    "the same squares for all warps": ("squares[r][w]", "squares[r][0]"),
+    "no residual": ("float(residual[column]) +", ""),
+    "the same squares for all warps": ("squares[w]", "squares[0]"),
 }
 #: ``SIZES``: as small as the kernels take.
 SIZES = {

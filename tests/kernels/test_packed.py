@@ -72,10 +72,8 @@ def error(
         (Tiles(rows=16, wide=64, slabs=1, stages=4), 5, 71, 1024),  # as a vocabulary may be
         (Tiles(rows=64, wide=192, slabs=1, stages=4), 40, 200, 1024),  # x is no whole turns
         (Tiles(rows=16, wide=64, slabs=1, stages=4, splits=3), 11, 72, 4096),
-        (Vectors(rows=1, depth=3072, warps=2, ahead=4, resident=1), 1, 72, 3072),
-        (Vectors(rows=1, depth=1024, warps=4, ahead=16, resident=1), 1, 71, 1024),
-        (Vectors(rows=2, depth=1024, warps=2, ahead=8, resident=1), 2, 40, 1024),
-        (Vectors(rows=2, depth=1024, warps=8, ahead=4, resident=1), 1, 23, 1024),
+        (Vectors(depth=3072, warps=2, ahead=4, resident=1), 1, 72, 3072),
+        (Vectors(depth=1024, warps=4, ahead=16, resident=1), 1, 71, 1024),
     ],
     ids=str,
 )
@@ -147,7 +145,7 @@ SMALL: dict[str, tuple[Rows | Vectors | Tiles, int, int, int]] = {
     # The last of 16 chunks is in the first of 5 stages, where sums are written too.
     "tiles": (Tiles(rows=16, wide=64, slabs=1, stages=5), 16, 64, 1024),
     # Six warps have four of ten chunks, two at a time, and three panels.
-    "vectors": (Vectors(rows=1, depth=5120, warps=3, ahead=8, resident=1), 1, 40, 5120),
+    "vectors": (Vectors(depth=5120, warps=3, ahead=8, resident=1), 1, 40, 5120),
 }
 
 
@@ -165,11 +163,10 @@ SMALL: dict[str, tuple[Rows | Vectors | Tiles, int, int, int]] = {
         ("tiles", "await_tiles<1>();", "await_tiles<2>();"),
         ("tiles", "c < STAGES - 2; c++", "c < STAGES - 1; c++"),
         ("vectors", "}\n__syncthreads();\n#if MXFP4", "}\n#if MXFP4"),
-        ("vectors", "}\n__syncthreads();\nconst int row", "}\nconst int row"),
+        ("vectors", "}\n__syncthreads();\nconst int column", "}\nconst int column"),
         ("vectors", "(panel - begin) % 2 *", "0 *"),
         ("vectors", "is_last ? next_rows[1] : rows[1]", "rows[1]"),
         ("vectors", "sum - odd * (15.0f / 16.0f)", "sum"),
-        ("vectors", "quad % ROWS * LINE", "quad % 2 * LINE"),
         ("vectors", "? own_x", "|| true ? own_x"),
     ],
 )
@@ -211,7 +208,7 @@ def test_numbers_beyond_float16_are_multiplied(packing: Packing) -> None:
     for first in range(0, depth, 64):
         part = mx.where((mx.arange(depth) - first) // 64 == 0, x * sizes, 0)
         actual = PackedKernels(TensorShim()).product(
-            part, arrays, packing, Vectors(1, depth, warps=2, ahead=4, resident=1)
+            part, arrays, packing, Vectors(depth, warps=2, ahead=4, resident=1)
         )
         wanted = part.astype(mx.float32) @ plain.T
         assert mx.abs(actual - wanted).max() <= 0.01 * mx.abs(wanted).max()
@@ -223,7 +220,7 @@ def test_what_is_no_number_stays_none(special: float) -> None:
     x = mx.ones((1, 1, 1024), mx.bfloat16)
     x[0, 0, 700] = special
     actual = PackedKernels(TensorShim()).product(
-        x, packed(Q4, mx.bfloat16, 24, 1024), Q4, Vectors(1, 1024, 2, 4, 1)
+        x, packed(Q4, mx.bfloat16, 24, 1024), Q4, Vectors(1024, 2, 4, 1)
     )
     assert not mx.isfinite(actual).any()
 

@@ -104,17 +104,15 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """A variant of ``vectors.cu``: one or two rows of x.
+    """A variant of ``vectors.cu``: one row of x.
 
     Attributes:
-        rows: of x.
         depth: the length of rows.
         warps: of a threadgroup.
         ahead: pieces of a row that a lane loads at once.
         resident: threadgroups of a processor, which bounds their registers.
     """
 
-    rows: int
     depth: int
     warps: int
     ahead: int
@@ -136,7 +134,6 @@ class Vectors:
         """Return the text's constants."""
         return {
             **form.constants,
-            "ROWS": self.rows,
             "DEPTH": self.depth,
             "WARPS": self.warps,
             "AHEAD": self.ahead,
@@ -145,15 +142,15 @@ class Vectors:
 
     def residency(self, form: Format) -> Residency:
         """Return the room that threadgroups take."""
-        numbers = self.rows * self.depth * form.dtype.size
+        numbers = self.depth * form.dtype.size
         zeros = PIECE * (4 + WORD_BITS // form.packing.bits * 2)
-        spans = PIECE * self.rows * (self.depth // min(form.packing.group_size, SLAB))
-        sums = 2 * self.warps * self.rows * PANEL * mx.float32.size
+        spans = PIECE * (self.depth // min(form.packing.group_size, SLAB))
+        sums = 2 * self.warps * PANEL * mx.float32.size
         return Residency(numbers + zeros + spans + sums, self.threads, self.resident)
 
     def threadgroups(self, rows: int, width: int) -> int:
         """Return how many threadgroups multiply so many rows of x and of the weight."""
-        assert rows <= self.rows
+        assert rows == 1
         panels = -(-width // PANEL)
         return -(-panels // -(-panels // self.most))
 
@@ -257,8 +254,6 @@ FEW_ROWS = {
     4: (Rows(wide=16, warps=8, span=2048, stages=1), Rows(32, 8, 2048, 1)),
     8: (Rows(16, 8, 1024, 3), Rows(16, 8, 1024, 2)),
 }
-# MAX_VECTORS: rows of x up to which ``vectors.cu`` is used.
-MAX_VECTORS = 1
 # MAX_SHARED: bytes of shared memory of a threadgroup with x; two are on a processor at once.
 MAX_SHARED = 96 << 10
 # MAX_NARROW: a weight of so few rows has few threadgroups, so that these need more warps.
@@ -320,8 +315,7 @@ def split_variant_for(form: Format, rows: int, width: int, depth: int) -> Tiles 
 
 def vectors_for(form: Format, rows: int, depth: int) -> Vectors | None:
     """Return the variant of ``vectors.cu`` for so many rows of x; None if there is none."""
-    if rows > MAX_VECTORS:
+    if rows != 1:
         return None
-    bits = form.packing.bits
-    variant = Vectors(rows, depth, warps=8, ahead=bits, resident=2)
+    variant = Vectors(depth, warps=8, ahead=form.packing.bits, resident=2)
     return variant if variant.residency(form).shared_bytes <= MAX_SHARED else None

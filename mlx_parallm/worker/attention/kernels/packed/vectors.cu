@@ -1,11 +1,10 @@
-// Threadgroups multiply rows of a packed weight with one or two rows of x, by tensor cores, 16 rows
-// of the weight at a time: PANELS of them, one after the other. A column of a product belongs to a
-// row of x and a span of numbers that share a scale: x is zero in the columns of other spans. What
-// groups share is applied to the sums of SPANS of them at once. The warps divide a row into chunks
-// of SPANS spans. Weights come straight to registers: while a chunk is multiplied, the next one is
-// on its way, be it of the next panel, and the first one while x is prepared. With GATE a panel is
-// 8 rows of gates and the same 8 of the numbers that these multiply (SwiGLU). Roundings are those of
-// MLX's operations.
+// Threadgroups multiply rows of a packed weight with one row of x, by tensor cores, 16 rows of the
+// weight at a time: PANELS of them, one after the other. A column of a product belongs to a span of
+// numbers that share a scale: x is zero in the columns of other spans. What groups share is applied
+// to the sums of SPANS of them at once. The warps divide a row into chunks of SPANS spans. Weights
+// come straight to registers: while a chunk is multiplied, the next one is on its way, be it of the
+// next panel, and the first one while x is prepared. With GATE a panel is 8 rows of gates and the
+// same 8 of the numbers that these multiply (SwiGLU). Roundings are those of MLX's operations.
 //
 // Numbers become float16 by a mask or a byte permutation: those of 4 and 8 bits are raised by 1,024,
 // and every other one of 4 bits is 16 times as large before. So x is float16 too. What exceeds its
@@ -17,16 +16,16 @@ using Scale = unsigned short;
 #endif
 constexpr int THREADS = WARPS * 32;
 constexpr int SPAN = GROUP < 64 ? GROUP : 64;
-constexpr int SPANS = 8 / ROWS;
+constexpr int SPANS = 8;
 constexpr int CHUNK = SPANS * SPAN;
 constexpr int CHUNKS = DEPTH / CHUNK;
 constexpr int EACH = 128 / BITS;                           // numbers of a piece
 constexpr int PIECES = CHUNK / (4 * EACH);                 // of a row and lane, in a chunk
 constexpr int TURN = AHEAD < PIECES ? 1 : AHEAD / PIECES;  // chunks that are on their way
 constexpr bool IS_EVEN = CHUNKS % (TURN * WARPS) == 0;     // warps have equally many chunks
-constexpr int SCALES = ROWS == 1 && GROUP <= 64 ? 2 : 1;   // of the two columns of a lane
+constexpr int SCALES = GROUP <= 64 ? 2 : 1;                // of the two columns of a lane
 constexpr int OWN = GATE ? 8 : 16;                         // outputs of a panel
-constexpr int LINE = DEPTH / 8;                            // pieces of a row of x
+constexpr int LINE = DEPTH / 8;                            // pieces of x
 constexpr int TIMES = (LINE + THREADS - 1) / THREADS;      // pieces of a thread
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr unsigned RAISED = 0x64006400u;  // 1,024 twice
@@ -38,11 +37,11 @@ struct alignas(16) Span {
   float lift;
   float sum;
 };
-SHARED_PIECES(memory);  // [ROWS][LINE] of x
+SHARED_PIECES(memory);  // [LINE] of x
 // Zeros are in other banks than the numbers that are read with them.
-Piece* const zeros = memory + ROWS * LINE + 4;
-Span* const x_spans = (Span*)(zeros + EACH / 2);            // [ROWS][DEPTH / SPAN]
-float* const parts = (float*)(x_spans + ROWS * (DEPTH / SPAN));  // [2][WARPS][ROWS][16]
+Piece* const zeros = memory + LINE + 4;
+Span* const x_spans = (Span*)(zeros + EACH / 2);      // [DEPTH / SPAN]
+float* const parts = (float*)(x_spans + DEPTH / SPAN);  // [2][WARPS][16]
 const int lane = threadIdx.x % 32;
 const int warp = threadIdx.x / 32;
 const int quad = lane / 4;
@@ -72,7 +71,7 @@ const auto load_piece = [&](int t, int p, const int* rows, int chunk) {
   }
 };
 const auto load_scales = [&](int t, const int* rows, int chunk) {
-  const int number = (chunk * SPANS + at * 2 / ROWS) * SPAN / GROUP;
+  const int number = (chunk * SPANS + at * 2) * SPAN / GROUP;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const Place from = (Place)rows[h] * (DEPTH / GROUP) + number;
@@ -94,116 +93,108 @@ for (int t = 0; t < TURN; t++) {
   }
 }
 
-// 2. Prepare x. Rows beyond its end are read as the last one.
+// 2. Prepare x.
 #if NORM
-__shared__ float squares[ROWS][WARPS];
+__shared__ float squares[WARPS];
 #endif
 if (threadIdx.x < EACH / 2) {
   zeros[threadIdx.x] = {};
 }
-const auto row_of_x = [&](int r) {
-  return (const Piece*)(x + (Place)min(r, num_rows - 1) * DEPTH);
-};
+const Piece* const x_pieces = (const Piece*)x;
 #if NORM
+float square = 0.0f;
 #pragma unroll
-for (int r = 0; r < ROWS; r++) {
-  float square = 0.0f;
+for (int t = 0; t < TIMES; t++) {
+  const int i = t * THREADS + threadIdx.x;
+  if (LINE % THREADS == 0 || i < LINE) {
+    const Piece piece = x_pieces[i];
 #pragma unroll
-  for (int t = 0; t < TIMES; t++) {
-    const int i = t * THREADS + threadIdx.x;
-    if (LINE % THREADS == 0 || i < LINE) {
-      const Piece piece = row_of_x(r)[i];
-#pragma unroll
-      for (int n = 0; n < 8; n++) {
-        const float number = widened(piece.at[n / 2] >> n % 2 * 16 & 0xffff, T(0.0f));
-        square += number * number;
-      }
+    for (int n = 0; n < 8; n++) {
+      const float number = widened(piece.at[n / 2] >> n % 2 * 16 & 0xffff, T(0.0f));
+      square += number * number;
     }
   }
+}
 #pragma unroll
-  for (int far = 1; far < 32; far *= 2) {
-    square += __shfl_xor_sync(0xffffffff, square, far);
-  }
-  if (lane == 0) {
-    squares[r][warp] = square;
-  }
+for (int far = 1; far < 32; far *= 2) {
+  square += __shfl_xor_sync(0xffffffff, square, far);
+}
+if (lane == 0) {
+  squares[warp] = square;
 }
 __syncthreads();
 #endif
-#pragma unroll
-for (int r = 0; r < ROWS; r++) {
 #if NORM
-  float square = 0.0f;
+float all_squares = 0.0f;
 #pragma unroll
-  for (int w = 0; w < WARPS; w++) {
-    square += squares[r][w];
-  }
-  const float norm = rsqrt(square / DEPTH + EPSILON);
+for (int w = 0; w < WARPS; w++) {
+  all_squares += squares[w];
+}
+const float norm = rsqrt(all_squares / DEPTH + EPSILON);
 #endif
 // Three pieces at a time are on their way.
 #pragma unroll 3
-  for (int t = 0; t < TIMES; t++) {
-    const int i = t * THREADS + threadIdx.x;
-    if (LINE % THREADS == 0 || i < LINE) {
-      const Piece piece = row_of_x(r)[i];
+for (int t = 0; t < TIMES; t++) {
+  const int i = t * THREADS + threadIdx.x;
+  if (LINE % THREADS == 0 || i < LINE) {
+    const Piece piece = x_pieces[i];
 #if NORM
-      const Piece gains = ((const Piece*)norm_weight)[i];
+    const Piece gains = ((const Piece*)norm_weight)[i];
 #endif
-      float numbers[8];
-      float most = 0.0f;
-      float sum = 0.0f;
-      float odd = 0.0f;  // the sum of numbers with an odd index
+    float numbers[8];
+    float most = 0.0f;
+    float sum = 0.0f;
+    float odd = 0.0f;  // the sum of numbers with an odd index
 #pragma unroll
-      for (int n = 0; n < 8; n++) {
-        numbers[n] = widened(piece.at[n / 2] >> n % 2 * 16 & 0xffff, T(0.0f));
+    for (int n = 0; n < 8; n++) {
+      numbers[n] = widened(piece.at[n / 2] >> n % 2 * 16 & 0xffff, T(0.0f));
 #if NORM
-        const float gain = widened(gains.at[n / 2] >> n % 2 * 16 & 0xffff, T(0.0f));
-        numbers[n] = float(T(float(T(numbers[n] * norm)) * gain));
+      const float gain = widened(gains.at[n / 2] >> n % 2 * 16 & 0xffff, T(0.0f));
+      numbers[n] = float(T(float(T(numbers[n] * norm)) * gain));
 #endif
-        most = fmaxf(most, fabsf(numbers[n]));
-        sum += numbers[n];
-        odd += n % 2 ? numbers[n] : 0.0f;
-      }
+      most = fmaxf(most, fabsf(numbers[n]));
+      sum += numbers[n];
+      odd += n % 2 ? numbers[n] : 0.0f;
+    }
 #pragma unroll
-      for (int far = 1; far < SPAN / 8; far *= 2) {
-        most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, far));
+    for (int far = 1; far < SPAN / 8; far *= 2) {
+      most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, far));
 #if !MXFP4
-        sum += __shfl_xor_sync(0xffffffff, sum, far);
+      sum += __shfl_xor_sync(0xffffffff, sum, far);
 #if BITS == 4
-        odd += __shfl_xor_sync(0xffffffff, odd, far);
+      odd += __shfl_xor_sync(0xffffffff, odd, far);
 #endif
 #endif
-      }
-      // The largest number gets the exponent 14.
-      const unsigned exponent = max(__float_as_uint(most) >> 23, 15u);
-      const float up = __uint_as_float((268 - exponent) << 23);
-      Piece pairs;
+    }
+    // The largest number gets the exponent 14.
+    const unsigned exponent = max(__float_as_uint(most) >> 23, 15u);
+    const float up = __uint_as_float((268 - exponent) << 23);
+    Piece pairs;
 #pragma unroll
-      for (int n = 0; n < 4; n++) {
+    for (int n = 0; n < 4; n++) {
 #if BITS == 4
-        const float less = !MXFP4 && n % 2 ? up / 16 : up;
-        pairs.at[n] = packed(numbers[n] * less, numbers[n + 4] * less, float16_t(0.0f));
+      const float less = !MXFP4 && n % 2 ? up / 16 : up;
+      pairs.at[n] = packed(numbers[n] * less, numbers[n + 4] * less, float16_t(0.0f));
 #else
-        pairs.at[n] = packed(numbers[n * 2] * up, numbers[n * 2 + 1] * up, float16_t(0.0f));
+      pairs.at[n] = packed(numbers[n * 2] * up, numbers[n * 2 + 1] * up, float16_t(0.0f));
 #endif
-      }
-      // Lanes that read at the same time read neighbours.
-      const int step = i / (EACH / 2);
-      const int place = i % (EACH / 2);
-      memory[r * LINE + step * (EACH / 2) + place % (EACH / 8) * 4 + place / (EACH / 8)] = pairs;
-      if (i % (SPAN / 8) == 0) {
-        Span span;
+    }
+    // Lanes that read at the same time read neighbours.
+    const int step = i / (EACH / 2);
+    const int place = i % (EACH / 2);
+    memory[step * (EACH / 2) + place % (EACH / 8) * 4 + place / (EACH / 8)] = pairs;
+    if (i % (SPAN / 8) == 0) {
+      Span span;
 #if MXFP4
-        // Numbers are 2^14 times too small.
-        span.factor = __uint_as_float(exponent << 23);
-        span.lift = 0.0f;
+      // Numbers are 2^14 times too small.
+      span.factor = __uint_as_float(exponent << 23);
+      span.lift = 0.0f;
 #else
-        span.factor = __uint_as_float((exponent - 14) << 23);
-        span.lift = -1024.0f * (BITS == 4 ? sum - odd * (15.0f / 16.0f) : sum);
+      span.factor = __uint_as_float((exponent - 14) << 23);
+      span.lift = -1024.0f * (BITS == 4 ? sum - odd * (15.0f / 16.0f) : sum);
 #endif
-        span.sum = sum;
-        x_spans[r * (DEPTH / SPAN) + i / (SPAN / 8)] = span;
-      }
+      span.sum = sum;
+      x_spans[i / (SPAN / 8)] = span;
     }
   }
 }
@@ -220,7 +211,7 @@ const unsigned high = num_rows < 0 ? 0 : 0x00f000f0u;
 #else
 const unsigned bytes = num_rows < 0 ? 0 : RAISED >> 8 | RAISED;
 #endif
-const Piece* const own_x = memory + quad % ROWS * LINE + at;
+const Piece* const own_x = memory + at;
 #pragma unroll 1
 for (int panel = begin; panel < end; panel++) {
   const int next_rows[2] = {row_of(panel + 1, 0), row_of(panel + 1, 1)};
@@ -238,7 +229,7 @@ for (int panel = begin; panel < end; panel++) {
         float own[4][4] = {};
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
-          const bool owns = (p * 4 + at) * EACH / SPAN == quad / ROWS;
+          const bool owns = (p * 4 + at) * EACH / SPAN == quad;
           const Piece* numbers = owns ? own_x + (chunk * PIECES + p) * (EACH / 2) : zeros;
 #pragma unroll
           for (int j = 0; j < EACH / 8; j++) {
@@ -273,8 +264,8 @@ for (int panel = begin; panel < end; panel++) {
         }
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-          const int number = chunk * SPANS + (at * 2 + k) / ROWS;
-          const Span span = x_spans[(at * 2 + k) % ROWS * (DEPTH / SPAN) + number];
+          const int number = chunk * SPANS + at * 2 + k;
+          const Span span = x_spans[number];
 #pragma unroll
           for (int h = 0; h < 2; h++) {
             const int i = h * 2 + k;
@@ -299,44 +290,36 @@ for (int panel = begin; panel < end; panel++) {
   rows[1] = next_rows[1];
 
   // 4. Add the lanes' and warps' sums. A warp adds while others multiply the next panel.
-  float* const own_parts = parts + (panel - begin) % 2 * (WARPS * ROWS * 16);
+  float* const own_parts = parts + (panel - begin) % 2 * (WARPS * 16);
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    if (ROWS == 1) {
-      sums[h][0] += sums[h][1];
+    float sum = sums[h][0] + sums[h][1];
+#pragma unroll
+    for (int far = 1; far < 4; far *= 2) {
+      sum += __shfl_xor_sync(0xffffffff, sum, far);
     }
-#pragma unroll
-    for (int k = 0; k < ROWS; k++) {
-#pragma unroll
-      for (int far = 1; far < 4; far *= 2) {
-        sums[h][k] += __shfl_xor_sync(0xffffffff, sums[h][k], far);
-      }
-      if (at == 0) {
-        own_parts[(warp * ROWS + k) * 16 + h * 8 + quad] = sums[h][k];
-      }
+    if (at == 0) {
+      own_parts[warp * 16 + h * 8 + quad] = sum;
     }
   }
   __syncthreads();
-  const int row = lane / 16;
-  const int column = panel * OWN + lane % 16;
-  const bool is_own = lane < ROWS * 16 && lane % 16 < OWN && row < num_rows && column < width;
-  if (warp == (panel - begin) % WARPS && is_own) {
+  const int column = panel * OWN + lane;
+  if (warp == (panel - begin) % WARPS && lane < OWN && column < width) {
     float sum = 0.0f;
     float gated = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      sum += own_parts[w * ROWS * 16 + lane];
-      gated += GATE ? own_parts[w * ROWS * 16 + lane + 8] : 0.0f;
+      sum += own_parts[w * 16 + lane];
+      gated += GATE ? own_parts[w * 16 + lane + 8] : 0.0f;
     }
-    const Place to = (Place)row * width + column;
 #if GATE
     const float gate = float(T(sum));
     const float sigmoid = float(T(1.0f / (1.0f + exp2f(-gate * LOG2E))));
-    out[to] = T(float(T(gate * sigmoid)) * float(T(gated)));
+    out[column] = T(float(T(gate * sigmoid)) * float(T(gated)));
 #elif RESIDUAL
-    out[to] = T(float(residual[to]) + float(T(sum)));
+    out[column] = T(float(residual[column]) + float(T(sum)));
 #else
-    out[to] = T(sum);
+    out[column] = T(sum);
 #endif
   }
 }
