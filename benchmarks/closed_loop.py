@@ -11,10 +11,13 @@ from typing import Any, Protocol
 
 from typing_extensions import override
 
-from mlx_parallm.bench.statistics import percentile
+from mlx_parallm.bench.statistics import percentile, token_gaps_s
 from mlx_parallm.types.events import ErrorEvent, GenerateEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.step import Phase, ScheduledBatch, StepTracer
+
+# MAX_IDLE_STEPS: calls in a row that run nothing, after which a load has come to a standstill.
+MAX_IDLE_STEPS = 10_000
 
 
 class SteppedEngine(Protocol):
@@ -54,7 +57,8 @@ class LoadTimes:
 
     Attributes:
         first: from a request to its first token, of each request.
-        gaps: between two tokens of a request, of all requests.
+        gaps: between two tokens of a request, of all requests; tokens that come together share
+            the gap before them equally.
         seconds: of the whole load.
         tokens: that all answers have.
     """
@@ -72,8 +76,50 @@ class LoadTimes:
             "TTFT p99": round(1e3 * percentile(self.first, 99), 1),
             "gap p50": round(1e3 * percentile(self.gaps, 50), 2),
             "gap p99": round(1e3 * percentile(self.gaps, 99), 2),
-            "gap max": round(1e3 * max(self.gaps), 2),
+            "gap max": round(1e3 * max(self.gaps, default=0.0), 2),
         }
+
+
+class _Clients:
+    """Clients with requests left to send, and the times that they see.
+
+    Attributes:
+        sent: when each request that has not ended was sent.
+        times: what was seen so far.
+    """
+
+    def __init__(
+        self, engine: SteppedEngine, requests: list[GenerateRequest], clock: Callable[[], float]
+    ) -> None:
+        self.sent: dict[str, float] = {}
+        self.times = LoadTimes()
+        self._engine, self._requests, self._clock = engine, requests, clock
+        self._latest: dict[str, float] = {}
+
+    def send(self) -> None:
+        """Send the next request, if there is one."""
+        if self._requests:
+            request = self._requests.pop()
+            self.sent[request.request_id] = self._clock()
+            self._engine.submit(request)
+
+    def receive(self, event: GenerateEvent) -> None:
+        """Note an event; send the next request if it ends one."""
+        if isinstance(event, ErrorEvent):
+            raise event.error
+        if not isinstance(event, TokenEvent):
+            return
+        now_s, name = self._clock(), event.request_id
+        if name not in self._latest:
+            self.times.first.append(now_s - self.sent[name])
+            self._latest[name] = now_s
+        elif event.num_tokens:
+            self.times.gaps += token_gaps_s([self._latest[name], now_s], [0, event.num_tokens])
+            self._latest[name] = now_s
+        self.times.tokens += event.num_tokens
+        if event.finish_reason is not None:
+            del self.sent[name], self._latest[name]
+            self.send()
 
 
 def run_load(
@@ -89,39 +135,21 @@ def run_load(
 
     Raises:
         StepError: a request failed.
+        RuntimeError: requests wait, but no step runs.
     """
-    requests = _requests(load, vocab_size, seed)
-    sent: dict[str, float] = {}
-    latest: dict[str, float] = {}
-    times, begin_s = LoadTimes(), clock()
-
-    def send() -> None:
-        request = requests.pop()
-        sent[request.request_id] = clock()
-        engine.submit(request)
-
-    for _ in range(min(load.clients, load.requests)):
-        send()
-    while sent and clock() < until_s:
-        for event in engine.step() or ():
-            if isinstance(event, ErrorEvent):
-                raise event.error
-            if not isinstance(event, TokenEvent):
-                continue
-            now_s, name = clock(), event.request_id
-            before_s = latest.get(name)
-            if before_s is None:
-                times.first.append(now_s - sent[name])
-            else:
-                times.gaps.append(now_s - before_s)
-            latest[name] = now_s
-            times.tokens += event.num_tokens
-            if event.finish_reason is not None:
-                del sent[name], latest[name]
-                if requests:
-                    send()
-    times.seconds = clock() - begin_s
-    return times
+    clients, begin_s = _Clients(engine, _requests(load, vocab_size, seed), clock), clock()
+    for _ in range(load.clients):
+        clients.send()
+    idle = 0
+    while clients.sent and clock() < until_s:
+        events = engine.step()
+        idle = idle + 1 if events is None else 0
+        if idle == MAX_IDLE_STEPS:
+            raise RuntimeError(f"no step runs, but {len(clients.sent)} requests wait")
+        for event in events or ():
+            clients.receive(event)
+    clients.times.seconds = clock() - begin_s
+    return clients.times
 
 
 def _requests(load: Load, vocab_size: int, seed: int) -> list[GenerateRequest]:

@@ -15,6 +15,7 @@ import itertools
 import statistics
 import sys
 import time
+import zlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -148,7 +149,9 @@ def _submit(stepped: Stepped, num_tokens: int, name: str) -> None:
     """Queue prompts of so many tokens together, each of which gets one token."""
     lengths = [PROMPT] * (num_tokens // PROMPT)
     rest = num_tokens - sum(lengths)
-    prompts = random_prompts(stepped.model, [*lengths, rest] if rest else lengths, seed=hash(name))
+    lengths += [rest] if rest else []
+    # Python's hash of a text differs between processes.
+    prompts = random_prompts(stepped.model, lengths, seed=zlib.crc32(name.encode()))
     for number, prompt in enumerate(prompts):
         stepped.engine.engine.submit(
             GenerateRequest(
