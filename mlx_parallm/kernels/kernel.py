@@ -10,6 +10,12 @@ from typing import Protocol
 
 import mlx.core as mx
 
+#: ``PROCESSORS`` of an H100 SXM, H200 or GH200: how many MLX does not say. Kernels that divide
+#: work among all of them have as many threadgroups as fit there at once. A card with fewer, such as
+#: an H100 PCIe with 114, runs the rest after the others, which takes up to twice the time; of a
+#: card with more, such as a B200 with 148, the others are idle.
+PROCESSORS = 132
+
 
 class Kernel(Protocol):
     """A compiled kernel. The grid counts threads, in both languages."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.kernel import Kernel, Residency
+from mlx_parallm.kernels.kernel import PROCESSORS, Kernel, Residency
 from mlx_parallm.kernels.language import Tuning
 from mlx_parallm.worker.attention.base import Scores
 from mlx_parallm.worker.attention.decode_plan import DecodePlan
@@ -24,15 +24,14 @@ TILE_BITS = WARP * 32 * 32
 TENSOR_DIMS = (64, 128)
 TENSOR_KEYS = 16
 TENSOR_HEADS = 8
-# TENSOR_THREADGROUPS: two of 128 threads on each of an H100's 132 processors, whose loads are as
-# many as the memory takes. LEAST_KEYS of an item: with fewer, to merge takes longer than it saves.
-TENSOR_THREADGROUPS = 264
+# TENSOR_THREADGROUPS: two of 128 threads on each processor, whose loads are as many as the memory
+# takes. LEAST_KEYS of an item: with fewer, to merge takes longer than it saves.
+TENSOR_THREADGROUPS = 2 * PROCESSORS
 LEAST_KEYS = 512
 # MANY_WARPS of a threadgroup where a processor has one threadgroup at most: tiles of a row follow
 # each other in a warp, and each takes a microsecond. Registers leave room for one such threadgroup.
 # MAX_SUMS: bytes of the warps' sums in shared memory.
 MANY_WARPS = 12
-PROCESSORS = 132
 MAX_SUMS = 40 << 10
 _INPUTS = ("queries", "items", "tables", "previous")
 _PARTS = ("part_sums", "part_stats")

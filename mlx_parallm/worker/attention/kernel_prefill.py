@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.kernel import Kernel
+from mlx_parallm.kernels.kernel import PROCESSORS, Kernel
 from mlx_parallm.worker.attention.base import Scores
 from mlx_parallm.worker.attention.chunk_plan import LONG_CHUNK, ChunkWork, LongChunk, chunk_work
 from mlx_parallm.worker.attention.dense import dense_attention
@@ -25,8 +25,8 @@ from mlx_parallm.worker.attention.key_spans import MERGE_KEYS, TILE
 # WARPS of a threadgroup; each takes 16 query rows.
 WARPS = 8
 ROWS = WARPS * 16
-# THREADGROUPS: one for each of an H100's 132 processors, which is as many as fit.
-THREADGROUPS = 132
+# THREADGROUPS: one for each processor, which is as many as fit.
+THREADGROUPS = PROCESSORS
 MAX_DIM = 128
 
 # Merge takes the inputs of a merge and the shape of its output.

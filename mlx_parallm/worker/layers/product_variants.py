@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_parallm.kernels.build import Constant
-from mlx_parallm.kernels.kernel import Residency
+from mlx_parallm.kernels.kernel import PROCESSORS, Residency
 from mlx_parallm.worker.layers.packing import AFFINE, MXFP4, WORD_BITS, Packing
 
 # WARP, WARPGROUP: threads.
@@ -20,8 +20,6 @@ FEW = 8
 SLAB = 64
 # PANEL: rows of a weight that tensor cores multiply at once.
 PANEL = 16
-# PROCESSORS of a GPU: as many threadgroups as these have room for take equal parts of a weight.
-PROCESSORS = 132
 # ALIGNMENT of chunks in shared memory, in bytes.
 ALIGNMENT = 1024
 
@@ -110,7 +108,7 @@ class Vectors:
         depth: the length of rows.
         warps: of a threadgroup.
         ahead: pieces of a row that a lane loads at once.
-        resident: threadgroups of a processor, which bounds their registers.
+        resident: threadgroups that a processor runs at once, which bounds their registers.
     """
 
     depth: int
@@ -126,8 +124,12 @@ class Vectors:
         return WARP * self.warps
 
     @property
-    def most(self) -> int:
-        """Return how many threadgroups multiply at most; each takes several panels."""
+    def max_threadgroups(self) -> int:
+        """Return how many threadgroups the processors run at once, ``resident`` on each.
+
+        A weight with more panels of ``PANEL`` rows gives each threadgroup several, one after the
+        other, so that x is prepared once for all of them.
+        """
         return PROCESSORS * self.resident
 
     def constants(self, form: Format) -> dict[str, Constant]:
@@ -137,7 +139,7 @@ class Vectors:
             "DEPTH": self.depth,
             "WARPS": self.warps,
             "AHEAD": self.ahead,
-            "THREADGROUPS": self.most,
+            "THREADGROUPS": self.max_threadgroups,
         }
 
     def residency(self, form: Format) -> Residency:
@@ -152,7 +154,8 @@ class Vectors:
         """Return how many threadgroups multiply so many rows of x and of the weight."""
         assert rows == 1
         panels = -(-width // PANEL)
-        return -(-panels // -(-panels // self.most))
+        panels_each = -(-panels // self.max_threadgroups)
+        return -(-panels // panels_each)
 
 
 @dataclass(frozen=True, slots=True)
