@@ -1,4 +1,4 @@
-"""What clients of a closed loop see of an engine that answers as scripted."""
+"""Times and gaps of a closed loop, from an engine that answers as scripted."""
 
 from __future__ import annotations
 

@@ -12,7 +12,10 @@ from mlx_parallm.types.step import Phase
 # MIN_WAIT_S: a shorter wait only reads results that are ready.
 MIN_WAIT_S = 2e-4
 
-SUBMITTING = frozenset({Phase.DISPATCH, Phase.EVALUATE})
+# BEGINNING: phases in which a step is given away, after which the device can begin with it.
+BEGINNING = frozenset({Phase.DISPATCH, Phase.EVALUATE})
+# SUBMITTING: phases in which the host submits, or waits for the thread that does.
+SUBMITTING = frozenset({Phase.DISPATCH, Phase.JOIN})
 WAITING = frozenset({Phase.WAIT, Phase.EVALUATE})
 
 
@@ -47,7 +50,7 @@ class DeviceSpan:
     """The time in which a step can have been on the device.
 
     Attributes:
-        dispatch: the span that submitted it.
+        dispatch: the span that submitted it, or gave it to the thread that does.
         start_s: when the device could begin: dispatch had begun, and the previous step had ended.
         end_s: when its results were known to be ready.
         host_waited: True if the host had to wait for the results. If steps run ahead, the device
@@ -84,6 +87,8 @@ class StepSummary:
         phase_ms: median milliseconds per step, by phase.
         phase_share: share of the steps' time, 0 to 1, by phase.
         waiting_share: share of the time in which the host waited for the device.
+        submitting_share: share of the time in which the host submitted steps, or waited for the
+            thread that submits them.
         num_waited: number of steps whose results the host had to wait for.
     """
 
@@ -92,6 +97,7 @@ class StepSummary:
     phase_ms: dict[Phase, float]
     phase_share: dict[Phase, float]
     waiting_share: float
+    submitting_share: float
     num_waited: int
 
 
@@ -102,7 +108,7 @@ def device_spans(spans: Sequence[Span]) -> list[DeviceSpan]:
     free_s = 0.0
     for span in spans:
         wait = waits.get(span.step_id)
-        if span.phase not in SUBMITTING or wait is None:
+        if span.phase not in BEGINNING or wait is None:
             continue
         start_s = max(span.start_s, free_s) if on_device else span.start_s
         if span.phase is Phase.EVALUATE:
@@ -149,13 +155,15 @@ def summarise_steps(spans: Sequence[Span], last: int) -> StepSummary:
     sums = {phase: sum(times.self_s.get(phase, 0.0) for times in steps) for phase in phases}
     medians = {p: statistics.median(times.self_s.get(p, 0.0) for times in steps) for p in phases}
     total_s = end_s - begin_s
+    shares = {phase: seconds / total_s for phase, seconds in sums.items()}
     waited = [span for span in device_spans(spans) if span.host_waited and span.end_s > begin_s]
     return StepSummary(
         num_steps=len(steps),
         step_ms=1e3 * statistics.median(periods),
         phase_ms={phase: 1e3 * seconds for phase, seconds in medians.items()},
-        phase_share={phase: seconds / total_s for phase, seconds in sums.items()},
-        waiting_share=sum(sums.get(phase, 0.0) for phase in WAITING) / total_s,
+        phase_share=shares,
+        waiting_share=sum(shares.get(phase, 0.0) for phase in WAITING),
+        submitting_share=sum(shares.get(phase, 0.0) for phase in SUBMITTING),
         num_waited=min(len(waited), len(steps)),
     )
 
@@ -170,5 +178,9 @@ def format_steps(summary: StepSummary) -> str:
     lines.append(
         f"the host waited for the device in {summary.num_waited} of {summary.num_steps} steps,"
         f" {summary.waiting_share:.1%} of the time"
+    )
+    lines.append(
+        f"it submitted, or waited for the thread that does, {summary.submitting_share:.1%}"
+        " of the time"
     )
     return "\n".join(lines)

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.bench.step_times import (
+    BEGINNING,
     MIN_WAIT_S,
+    SUBMITTING,
+    WAITING,
     Span,
     device_spans,
     format_steps,
@@ -135,6 +138,27 @@ def test_the_summary_is_of_the_last_steps() -> None:
     assert "in 2 of 3 steps, 47.1% of the time" in format_steps(summary)
     with pytest.raises(ValueError, match="no step"):
         summarise_steps([], 1)
+
+
+def test_to_wait_for_the_thread_that_submits_is_to_submit() -> None:
+    spans = [
+        Span(Phase.BUILD, 0, 1, 1, 0.0, 1.0),
+        Span(Phase.JOIN, 0, 1, 1, 1.0, 3.0),
+        Span(Phase.DISPATCH, 0, 1, 1, 3.0, 3.5),
+        Span(Phase.WAIT, 0, 1, 1, 3.5, 4.0),
+        Span(Phase.STEP, None, 0, 0, 0.0, 5.0),
+    ]
+    summary = summarise_steps(spans, 1)
+    assert summary.submitting_share == pytest.approx(0.5)
+    assert summary.waiting_share == pytest.approx(0.1)
+    assert "does, 50.0% of the time" in format_steps(summary)
+    # The device has the step once, and from where it was given away.
+    assert [(span.start_s, span.end_s) for span in device_spans(spans)] == [(3.0, 4.0)]
+
+
+def test_every_phase_of_a_step_that_passes_time_on_the_device_is_in_a_set() -> None:
+    of_host = {Phase.STEP, Phase.SCHEDULE, Phase.BUILD, Phase.UPDATE, Phase.DETOKENIZE}
+    assert set(Phase) - of_host - {Phase.PUBLISH} == BEGINNING | SUBMITTING | WAITING
 
 
 def test_the_trace_has_both_tracks_in_microseconds(tmp_path: Path) -> None:
