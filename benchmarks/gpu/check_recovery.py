@@ -1,7 +1,8 @@
 """Check on the GPU at hand that a step which runs out of memory harms nobody after it.
 
 ``python -m benchmarks.gpu.check_recovery``: requests decode, one step asks for more memory than
-there is, its requests end with an error, and the next ones get the tokens that they got before.
+there is, its requests end with an error, the device is not taken for lost, and the next requests
+get the tokens that they got before.
 They are compared with those of the second run: the first computes whole prompts, while later ones
 find them in the prefix cache, and rounding differs with the number of rows.
 """
@@ -34,10 +35,19 @@ def main() -> int:
         starve(engine)
         partial, errors = answers(engine, prompts, "starved")
         after, late_errors = answers(engine, prompts, "after")
+        lost = runner_of(engine)._faults.lost
     print(f"failed as they should: {sorted(errors)}, {sum(map(len, partial.values()))} tokens")
     print(f"errors after: {late_errors}; the same tokens as before: {after == before}")
+    print(f"the device is taken for lost: {lost}")
     print(f"the first run had the same tokens too: {first == before}")
-    return int(not errors or bool(late_errors) or after != before)
+    return int(not errors or bool(late_errors) or after != before or lost is not None)
+
+
+def runner_of(bench: BenchEngine) -> ModelRunner:
+    """Return what runs the steps of an engine."""
+    runner = bench.engine._runner
+    assert isinstance(runner, ModelRunner)
+    return runner
 
 
 def answers(
@@ -64,9 +74,7 @@ def answers(
 
 def starve(bench: BenchEngine) -> None:
     """Let the tenth step from now need more memory than there is."""
-    runner = bench.engine._runner
-    assert isinstance(runner, ModelRunner)
-    path, left = runner._path, [10]
+    path, left = runner_of(bench)._path, [10]
     forward = path.logits
 
     def starved(*arguments: Any, **named: Any) -> mx.array:
