@@ -96,12 +96,20 @@ class PrefillFit:
     def learn(
         self, features: Sequence[float], decode: Sequence[float], magnitude: int, seconds: float
     ) -> None:
-        """Fit to one more step that took ``seconds``, with the features of its decode rows."""
+        """Fit to one more step that took ``seconds``, with the features of its decode rows.
+
+        An outlier is left out if it is the first sample of its magnitude: it may have compiled, and
+        what is left of its time would count as the fixed time of every step.
+        """
         expected = 0.0
         if self._by_magnitude:
             expected = self._decode.predict(decode) + self.predict(features)
-        seconds, weight = _trusted(seconds, expected)
+        is_first = magnitude not in self._by_magnitude
         mine = self._by_magnitude.setdefault(magnitude, _Moments(len(features), len(decode)))
+        if is_first and 0 < OUTLIER * expected < seconds:
+            mine.num_samples = 1
+            return
+        seconds, weight = _trusted(seconds, expected)
         for moments in self._by_magnitude.values():
             is_known = moments is not mine and moments.num_samples > 1
             moments.fade(OTHERS_MEMORY if is_known else MEMORY)

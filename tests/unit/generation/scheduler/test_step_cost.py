@@ -122,9 +122,11 @@ def test_no_other_coefficients_of_prefill_fit_better(
     fit = PrefillFit(decode)
     before = list(fit.coefficients)
     for count, start, taken in samples:
-        before = list(fit.coefficients)
+        latest = list(fit.coefficients)
         features = (1.0, count, count * (start + count / 2))
         fit.learn(features, (count % 7, count, 1.0), count.bit_length(), taken)
+        # An outlier may be left out.
+        before = before if fit.coefficients == latest else latest
     assert min(fit.coefficients) >= 0
     least = loss(fit, fit.coefficients, before)
     for index, value in enumerate(fit.coefficients):
@@ -347,6 +349,23 @@ def test_a_long_prompt_under_32_streams_keeps_steps_within_the_bound(
     assert max(warm) <= 1.1 * bound_ms
     assert statistics.median(warm) >= 0.7 * bound_ms, "the time that is allowed is not used"
     assert len({step.prefill for step in mixed}) <= MOST_SIZES
+
+
+def test_a_size_that_is_compiled_late_does_not_hide_what_attention_costs() -> None:
+    config = SchedulerConfig(max_num_batched_tokens=2048, max_decode_stall_ms=27)
+    for seed in range(4):
+        cost, _ = DEVICES["slow attention"]
+        device = SimulatedDevice(cost, config, compile_s=2.0, seed=seed)
+        for stream in range(32):
+            device.add(str(stream), 64, 2000)
+        for _ in range(40):
+            device.step()
+        begin = len(device.steps)
+        device.add("long", 16_000, 8)
+        while sum(step.prefill for step in device.steps[begin:]) < 15_900:
+            device.step()
+        warm = [step.seconds for step in device.steps[begin + WARM_UP :] if step.seconds < 2]
+        assert max(warm) <= 1.1 * 0.027
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True], ids=["in turn", "ahead"])
