@@ -21,7 +21,12 @@ FIRST_CHUNK = 64
 # while the host is slower than the device, steps take equally long for any prefill, so their times
 # do not show where the device becomes the slower one.
 GROWTH, NEAR_GROWTH = 1.5, 1.25
+# CONTEXT_GROWTH: a step's prompts may read this many times the positions that those of recent steps
+# read. A prompt's second chunk reads up to 5.25 times those of its first one, and what took too
+# little of a step to be measured stays little.
+CONTEXT_GROWTH = 6.0
 # RECENT_MEMORY: each step with fewer prefill tokens lowers the recent number to this share of it.
+# The positions that prompts read are remembered so, too.
 RECENT_MEMORY = 0.75
 # MOST_JOINED: a sample consists of at most so many steps: one, and its neighbours.
 MOST_JOINED = 3
@@ -86,13 +91,14 @@ class StepCost:
         self.pads = pads
         self._decode = OnlineFit(3)
         self._prefill = PrefillFit(self._decode)
-        self._recent_prefill = self._recent_s = 0.0
+        self._recent_prefill = self._recent_s = self._recent_context = 0.0
         self._run: list[tuple[StepWork, float]] = []
 
     def most_prefill(self, bound_s: float, *, in_proportion: bool = False) -> int:
         """Return the most prefill tokens for which a prediction can be trusted.
 
-        A step with x times the tokens takes at most x times as long, whatever a token costs.
+        With x times the tokens a step takes at most x times as long, whatever a token costs, if its
+        tokens read no more positions each; see ``most_context``.
 
         Args:
             bound_s: seconds that the step may take.
@@ -104,6 +110,14 @@ class StepCost:
         if not in_proportion:
             growth = max(growth, NEAR_GROWTH) if known >= 1 else 1.0
         return max(FIRST_CHUNK, int(growth * self._recent_prefill))
+
+    def most_context(self, tokens: int) -> float:
+        """Return the most positions that prefill may read for a prediction to be trusted.
+
+        Until attention at far positions was measured, it may cost any number of seconds. A new
+        prompt of ``tokens`` tokens, as many as are trusted, is trusted whole.
+        """
+        return max(CONTEXT_GROWTH * self._recent_context, tokens * tokens / 2)
 
     def observe(self, work: StepWork, seconds: float, *, is_end_known: bool = True) -> None:
         """Learn from a step that has ended.
@@ -130,6 +144,8 @@ class StepCost:
             self._recent_prefill *= RECENT_MEMORY
             if work.prefill_tokens >= self._recent_prefill:
                 self._recent_prefill, self._recent_s = work.prefill_tokens, seconds
+            context = RECENT_MEMORY * self._recent_context
+            self._recent_context = max(context, work.prefill_context)
 
     def _learn(self, run: Sequence[tuple[StepWork, float]]) -> None:
         """Learn from the sums of some steps; those of a linear cost are linear."""
@@ -166,10 +182,7 @@ class StepCost:
         _, per_token, per_position = self._prefill.coefficients
         if seconds <= 0:
             return 0
-        # Solve count * per_token + count * (start + count / 2) * per_position = seconds.
-        slope = per_token + start * per_position
-        root = slope + math.sqrt(slope * slope + 2 * per_position * seconds)
-        return most if root * most <= 2 * seconds else int(2 * seconds / root)
+        return _largest_chunk(per_token + start * per_position, per_position, seconds, most)
 
 
 class PrefillAllowance:
@@ -198,6 +211,7 @@ class PrefillAllowance:
         # Recent steps of one size do not show the cost of larger ones. None has to grow here.
         most_s = least + self._seconds
         self._tokens = cost.most_prefill(most_s, in_proportion=least_tokens > 0)
+        self._context = cost.most_context(self._tokens)
         self._taken = 0
         self._is_fresh = True
 
@@ -206,7 +220,9 @@ class PrefillAllowance:
 
         Those of all prompts together are one of few numbers, unless a prompt ends.
         """
-        most = self._taken + self._cost.chunk_within(start, self._seconds, self._tokens)
+        trusted = _largest_chunk(start, 1.0, self._context, self._tokens)
+        trusted = max(trusted, FIRST_CHUNK - self._taken)
+        most = self._taken + self._cost.chunk_within(start, self._seconds, trusted)
         rows, least = self._decode_tokens, self._least_tokens
         # Shape bucketing: MLX's CUDA backend pays once per new shape, so counts are rounded.
         if self._cost.pads:
@@ -225,7 +241,17 @@ class PrefillAllowance:
         self._is_fresh = self._is_fresh and count == 1
         self._tokens -= count
         self._taken += count
+        self._context = max(0.0, self._context - count * (start + count / 2))
         self._seconds -= self._cost.chunk_s(start, count)
+
+
+def _largest_chunk(slope: float, curve: float, total: float, most: int) -> int:
+    """Return the largest count, up to ``most``, with count * (slope + curve * count / 2) <= total.
+
+    None of the numbers is negative.
+    """
+    root = slope + math.sqrt(slope * slope + 2 * curve * total)
+    return most if root * most <= 2 * total else int(2 * total / root)
 
 
 def _sums(features: Iterable[tuple[float, ...]]) -> list[float]:

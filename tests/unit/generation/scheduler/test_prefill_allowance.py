@@ -1,0 +1,72 @@
+"""The prefill that a step may take: at positions far beyond those that were measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from mlx_parallm.generation.scheduler.step_cost import (
+    CONTEXT_GROWTH,
+    FIRST_CHUNK,
+    MIN_CHUNK,
+    PrefillAllowance,
+    StepCost,
+    StepWork,
+)
+from mlx_parallm.types.shape_buckets import padded_tokens
+from tests.simulated_gpu import h200_8b
+
+
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize("start", [8_000, 32_000, 100_000])
+def test_a_prompt_far_beyond_all_measured_positions_keeps_the_bound(
+    start: int, *, pads: bool
+) -> None:
+    """Check prompts after a long cached prefix, whose attention no step has shown yet."""
+    bound, rows, draw = 0.045, [(500, 1)] * 64, Random(0)
+
+    def run(model: StepCost, work: StepWork) -> float:
+        tokens = work.decode_tokens + work.prefill_tokens
+        padding = padded_tokens(tokens) - tokens if pads and work.prefill_tokens else 0
+        computed = replace(work, prefill_tokens=work.prefill_tokens + padding)
+        taken = h200_8b(computed) * draw.uniform(0.95, 1.05)
+        model.observe(work, taken)
+        return taken
+
+    for _ in range(10):
+        model = StepCost(pads=pads)
+        for _ in range(100):
+            for _ in range(4):
+                run(model, StepWork.of([*rows, (0, draw.randint(50, 600))]))
+            run(model, StepWork.of(rows))
+        position, times = start, list[float]()
+        while position < start + 8000:
+            count = PrefillAllowance(model, StepWork.of(rows), bound).room(position)
+            times.append(run(model, StepWork.of([*rows, (position, count)])))
+            position += count
+        assert max(times) <= 1.1 * bound
+        # Attention alone takes 1.2 s if it begins at position 100,000.
+        assert len(times) <= 50
+
+
+@given(
+    end=st.integers(MIN_CHUNK, 4000),
+    starts=st.lists(st.integers(0, 200_000), min_size=1, max_size=4),
+)
+def test_prompts_read_few_times_the_positions_of_recent_steps(end: int, starts: list[int]) -> None:
+    model = StepCost()
+    model.observe(StepWork.of([(0, end)]), 1e-9)
+    allowance = PrefillAllowance(model, StepWork.of(()), 1.0)
+    chunks: list[tuple[int, int]] = []
+    for start in starts:
+        count = allowance.room(start)
+        allowance.take(start, count)
+        chunks.append((start, count))
+    work = StepWork.of(chunks)
+    is_within = work.prefill_context <= CONTEXT_GROWTH * end * end / 2
+    assert is_within or work.prefill_tokens <= FIRST_CHUNK
+    assert work.prefill_tokens >= 0.75 * FIRST_CHUNK
