@@ -89,7 +89,9 @@ class SimulatedGpu(Runner):
     ``most_ahead`` kernels are not complete, as MLX's ``async_eval`` does.
 
     Attributes:
-        steps: work and device seconds of each step.
+        steps: work and device seconds of each step; the work includes padding.
+        padding: tokens of padding of each step.
+        cuts: whether each step leaves a prompt unfinished.
     """
 
     costs: GpuCosts
@@ -97,6 +99,8 @@ class SimulatedGpu(Runner):
     seed: int = 0
     runs_ahead: bool = True
     steps: list[tuple[StepWork, float]] = field(default_factory=list[tuple[StepWork, float]])
+    padding: list[int] = field(default_factory=list[int])
+    cuts: list[bool] = field(default_factory=list[bool])
 
     def __post_init__(self) -> None:
         self.info = make_info(
@@ -111,10 +115,13 @@ class SimulatedGpu(Runner):
     def submit(self, batch: ScheduledBatch) -> StepInFlight:
         costs, clock = self.costs, self.clock
         work = StepWork.of((row.start, len(row.token_ids)) for row in batch.sequences)
+        padding = 0
         if work.prefill_tokens and costs.pads:
-            rows = work.decode_tokens
-            padded = padded_tokens(rows + work.prefill_tokens) - rows
-            work = replace(work, prefill_tokens=padded)
+            tokens = work.decode_tokens + work.prefill_tokens
+            padding = padded_tokens(tokens) - tokens
+            work = replace(work, prefill_tokens=work.prefill_tokens + padding)
+        self.padding.append(padding)
+        self.cuts.append(any(row.sample is None for row in batch.sequences))
         device_s = costs.device_s(work) * self._random.uniform(1 - costs.noise, 1 + costs.noise)
         self.steps.append((work, device_s))
         clock.now_s += costs.build_row_s * len(batch.sequences)

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 
 from benchmarks.closed_loop import Load, run_load
 from mlx_parallm.config import SchedulerConfig
-from mlx_parallm.generation.scheduler.step_cost import StepWork
+from mlx_parallm.generation.scheduler.step_cost import MIN_CHUNK, StepWork
 from mlx_parallm.generation.scheduler.step_times import LEAST_BUDGET
-from mlx_parallm.types.shape_buckets import padded_tokens
 from tests.simulated_gpu import GpuCosts, SimulatedGpu, VirtualClock, h200_8b, simulated_engine
 
 COSTS = GpuCosts(device_s=h200_8b)
@@ -30,7 +29,8 @@ def loaded(costs: GpuCosts, bound_ms: float | None, load: Load, seed: int = 0) -
     )
     engine = simulated_engine(gpu, config)
     run_load(engine, load, vocab_size=250, seed=seed, clock=gpu.clock)
-    gpu.steps.clear()
+    for record in (gpu.steps, gpu.padding, gpu.cuts):
+        record.clear()
     times = run_load(engine, load, vocab_size=250, seed=seed + 1, clock=gpu.clock)
     assert len(times.first) == load.requests, "a request has no token"
     assert times.tokens == load.requests * load.output
@@ -39,7 +39,12 @@ def loaded(costs: GpuCosts, bound_ms: float | None, load: Load, seed: int = 0) -
 
 def mixed(gpu: SimulatedGpu) -> list[tuple[StepWork, float]]:
     """Return the steps with prompts beside decode rows."""
-    return [step for step in gpu.steps if step[0].prefill_tokens and step[0].decode_tokens]
+    return [step for step in gpu.steps if is_mixed(step)]
+
+
+def is_mixed(step: tuple[StepWork, float]) -> bool:
+    work, _ = step
+    return work.prefill_tokens > 0 and work.decode_tokens > 0
 
 
 @pytest.mark.parametrize("submits", SUBMITS)
@@ -51,7 +56,11 @@ def test_steps_with_prompts_take_what_the_bound_allows(submits: str, clients: in
     assert times_ms[-1] <= 1.15 * BOUND_MS
     # Only the last ones of a burst have fewer prompts than fit.
     assert times_ms[len(times_ms) // 2] >= 0.65 * BOUND_MS
-    assert all(padded_tokens(size) == size for size in map(num_tokens, steps))
+    # With prompts left over, only fewer tokens than the smallest chunk are padded.
+    records = zip(gpu.steps, gpu.padding, gpu.cuts, strict=True)
+    cut = [padding for step, padding, is_cut in records if is_cut and is_mixed(step)]
+    assert len(cut) > len(steps) // 2
+    assert max(cut) < MIN_CHUNK
 
 
 def num_tokens(step: tuple[StepWork, float]) -> int:
