@@ -236,8 +236,8 @@ class SchedulerConfig:
             elsewhere.
         max_decode_stall_ms: milliseconds that a step with decode rows may take; its prefill is cut
             to fit, by the measured time of earlier steps. 0: only the token budget limits it. None
-            is 50 on an NVIDIA GPU, where five eighths of the token budget may take longer, and 0
-            elsewhere.
+            is 50 on an NVIDIA GPU, where steps of up to three quarters of the token budget may
+            take longer, and 0 elsewhere.
         max_num_seqs_per_client: most running sequences per client; None is no limit.
         max_loras: most distinct adapters among the running sequences.
         max_waiting: most waiting sequences; beyond it requests are refused with OverloadedError.

@@ -258,8 +258,8 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("max-decode-stall-ms", "scheduler.max_decode_stall_ms", values.number(0),
              BATCHING, "upper bound of a step, in ms, while sequences decode; prefill is shortened "
                        "to fit, from measured step times. 0: only the token budget bounds prefill. "
-                       "If not given: 50 on an NVIDIA GPU, where five eighths of the token budget "
-                       "may take longer; 0 elsewhere.",
+                       "If not given: 50 on an NVIDIA GPU, where steps of up to three quarters of "
+                       "the token budget may take longer; 0 elsewhere.",
              metavar="MS"),
     _setting("max-num-seqs-per-key", "scheduler.max_num_seqs_per_client", values.integer(1),
              BATCHING, "most running sequences of one API key; no limit if not given.",

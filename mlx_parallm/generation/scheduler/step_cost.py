@@ -201,7 +201,7 @@ class PrefillAllowance:
             cost: predicts what the step takes.
             decode: the work of its decode rows.
             bound_s: seconds that it may take.
-            least_tokens: prompt tokens that it may have however long they take.
+            least_tokens: tokens that it may have, rows included, however long they take.
         """
         self._cost = cost
         self._least_tokens = least_tokens
@@ -226,11 +226,13 @@ class PrefillAllowance:
         rows, least = self._decode_tokens, self._least_tokens
         # Shape bucketing: MLX's CUDA backend pays once per new shape, so counts are rounded.
         if self._cost.pads:
-            # Padding takes as long as tokens do.
-            least = padded_tokens(rows + max(least, MIN_CHUNK))
+            least = unpadded_tokens(least)
+            if least < rows + MIN_CHUNK:
+                # Padding takes as long as tokens do.
+                least = padded_tokens(rows + MIN_CHUNK)
             most = max(unpadded_tokens(rows + most), least) - rows
         else:
-            most = coarse(max(most, least))
+            most = coarse(max(most, least - rows))
         most -= self._taken
         if self._is_fresh:
             return max(most, MIN_CHUNK)

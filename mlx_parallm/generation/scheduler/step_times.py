@@ -21,9 +21,9 @@ from mlx_parallm.types.step import ScheduledBatch
 # STAGES_SHARE: computing inputs gets this share of the token budget, or of the time that decode
 # rows can wait for, while prompts can be prefilled too.
 STAGES_SHARE = 0.5
-# LEAST_BUDGET: a bound that is only a default leaves prompts this share of the token budget, so
-# that it costs little throughput however slow a device is.
-LEAST_BUDGET = 0.625
+# LEAST_BUDGET: a bound that is only a default leaves steps this share of the token budget, so that
+# it costs little throughput however slow a device is.
+LEAST_BUDGET = 0.75
 # OBSERVED: without a bound one in so many steps that only decode is observed.
 OBSERVED = 8
 DEFAULT_TOKEN_BUDGET = 1024
@@ -64,7 +64,7 @@ class StepTimes:
         self.bound_s = TARGET_SHARE * (bound_ms or 0.0) / 1e3
         # Stages of inputs are bounded by what prefill takes unless a bound was given.
         self._stages_bound_s = self.bound_s if given_ms else 0.0
-        self._least_prefill = 0 if given_ms else int(LEAST_BUDGET * self.token_budget)
+        self._least_tokens = 0 if given_ms else int(LEAST_BUDGET * self.token_budget)
         self._cost = StepCost(pads=pads) if has_tower or self.bound_s else None
         self._stage_cost = StageCost()
         self._tiers = tiers
@@ -103,7 +103,7 @@ class StepTimes:
         if plan.stages is not None:
             stages_s = self._stage_cost.predict(plan.stages.taken, plan.stages.begun)
         seconds = self.bound_s - stages_s
-        return PrefillAllowance(self._cost, plan.work, seconds, self._least_prefill)
+        return PrefillAllowance(self._cost, plan.work, seconds, self._least_tokens)
 
     def stages(
         self, plan: StepPlan, cost: int, *, begins: bool, has_prompts: bool

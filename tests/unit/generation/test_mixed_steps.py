@@ -96,9 +96,9 @@ def test_a_default_bound_leaves_prompts_most_of_the_budget(
     full = [step for step in mixed(gpu) if step[0].decode_tokens < 23]
     assert full
     least = LEAST_BUDGET * config.max_num_batched_tokens  # type: ignore[operator]
-    assert min(work.prefill_tokens for work, _ in full) >= 0.75 * least
+    assert min(map(num_tokens, full)) >= 0.8 * least
     if times_as_slow > 1:
-        assert max(work.prefill_tokens for work, _ in full) <= least + 256
+        assert max(map(num_tokens, full)) <= least
 
 
 def test_a_bound_of_zero_is_none() -> None:

@@ -1,4 +1,4 @@
-"""The prefill that a step may take: at positions far beyond those that were measured."""
+"""The prefill that a step may take: far beyond measured positions, and with padding."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from random import Random
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 
+from mlx_parallm.config import SchedulerConfig
+from mlx_parallm.generation.scheduler.sequence import RequestGroup, Sequence
 from mlx_parallm.generation.scheduler.step_cost import (
     CONTEXT_GROWTH,
     FIRST_CHUNK,
@@ -17,6 +19,9 @@ from mlx_parallm.generation.scheduler.step_cost import (
     StepCost,
     StepWork,
 )
+from mlx_parallm.generation.scheduler.step_plan import StepPlan
+from mlx_parallm.generation.scheduler.step_times import LEAST_BUDGET, StepTimes
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.shape_buckets import padded_tokens
 from tests.simulated_gpu import h200_8b
 
@@ -51,6 +56,31 @@ def test_a_prompt_far_beyond_all_measured_positions_keeps_the_bound(
         assert max(times) <= 1.1 * bound
         # Attention alone takes 1.2 s if it begins at position 100,000.
         assert len(times) <= 50
+
+
+@settings(max_examples=40)
+@given(budget=st.sampled_from([256, 512, 1024, 2048, 4096]), rows=st.integers(1, 256))
+@example(budget=2048, rows=128)
+def test_a_default_bound_leaves_half_to_three_quarters_of_the_budget(
+    budget: int, rows: int
+) -> None:
+    """Check it for a device so slow that no prefill fits the bound."""
+    config = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=budget)
+    times = StepTimes(config, None, pads=True, default_stall_ms=0.01)
+    plan = StepPlan(budget)
+    request = GenerateRequest(
+        request_id="r", model="m", prompt_ids=(1,), params=SamplingParams(max_tokens=1)
+    )
+    group = RequestGroup(request, frozenset(), 0)
+    plan.num_tokens = {Sequence(number, group, 0, 0, [1]): 1 for number in range(rows)}
+    tokens = rows + times.prefill(plan).room(0)
+    assert padded_tokens(tokens) == tokens
+    if rows + MIN_CHUNK <= budget / 2:
+        assert budget / 2 <= tokens <= LEAST_BUDGET * budget
+    else:
+        assert tokens <= max(LEAST_BUDGET * budget, padded_tokens(rows + MIN_CHUNK))
+    if budget == 2048:
+        assert tokens == 1536
 
 
 @given(
