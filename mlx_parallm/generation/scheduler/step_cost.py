@@ -199,19 +199,21 @@ class PrefillAllowance:
 
         Args:
             cost: predicts what the step takes.
-            decode: the work of its decode rows.
+            decode: the work of its decode rows; those with many proposals count as prefill.
             bound_s: seconds that it may take.
             least_tokens: tokens that it may have, rows included, however long they take.
         """
         self._cost = cost
         self._least_tokens = least_tokens
-        self._decode_tokens = decode.decode_tokens
-        least = cost.predict(decode) + cost.prefill_s
+        self._num_rows = decode.decode_tokens + decode.prefill_tokens
+        # The rows have paid what any prefill adds if some of them count as prefill.
+        least = cost.predict(decode) + (0.0 if decode.prefill_tokens else cost.prefill_s)
         self._seconds = max(bound_s - least, LEAST_SHARE * min(cost.prefill_s, bound_s))
         # Recent steps of one size do not show the cost of larger ones. None has to grow here.
         most_s = least + self._seconds
-        self._tokens = cost.most_prefill(most_s, in_proportion=least_tokens > 0)
-        self._context = cost.most_context(self._tokens)
+        most = cost.most_prefill(most_s, in_proportion=least_tokens > 0)
+        self._tokens = max(FIRST_CHUNK, most - decode.prefill_tokens)
+        self._context = max(0.0, cost.most_context(most) - decode.prefill_context)
         self._taken = 0
         self._is_fresh = True
 
@@ -223,7 +225,7 @@ class PrefillAllowance:
         trusted = _largest_chunk(start, 1.0, self._context, self._tokens)
         trusted = max(trusted, FIRST_CHUNK - self._taken)
         most = self._taken + self._cost.chunk_within(start, self._seconds, trusted)
-        rows, least = self._decode_tokens, self._least_tokens
+        rows, least = self._num_rows, self._least_tokens
         # Shape bucketing: MLX's CUDA backend pays once per new shape, so counts are rounded.
         if self._cost.pads:
             least = unpadded_tokens(least)

@@ -100,3 +100,29 @@ def test_prompts_read_few_times_the_positions_of_recent_steps(end: int, starts: 
     is_within = work.prefill_context <= CONTEXT_GROWTH * end * end / 2
     assert is_within or work.prefill_tokens <= FIRST_CHUNK
     assert work.prefill_tokens >= 0.75 * FIRST_CHUNK
+
+
+@given(proposals=st.integers(1, 40), rows=st.integers(1, 64), most=st.integers(2600, 4000))
+def test_rows_with_many_proposals_are_tokens_of_the_step(
+    proposals: int, rows: int, most: int
+) -> None:
+    model = StepCost(pads=True)
+    model.observe(StepWork.of([(0, most)]), 1e-9)
+    decode = StepWork.of([(0, 1 + proposals)] * rows)
+    tokens = rows * (1 + proposals) + PrefillAllowance(model, decode, 1.0).room(0)
+    assert padded_tokens(tokens) == tokens
+
+
+def test_what_any_prefill_costs_is_paid_once() -> None:
+    model, draw = StepCost(), Random(0)
+
+    def step_s(work: StepWork) -> float:
+        return 0.004 + 4e-5 * work.prefill_tokens + (0.01 if work.prefill_tokens else 0.0)
+
+    for _ in range(100):
+        for work in (StepWork.of([(0, 1)]), StepWork.of([(0, draw.randint(200, 2000))])):
+            model.observe(work, step_s(work))
+    # Rows of 17 tokens count as prefill.
+    for decode in (StepWork.of([(0, 17)] * 8), StepWork.of(())):
+        bound = step_s(StepWork.of([(0, 520 + decode.prefill_tokens)]))
+        assert PrefillAllowance(model, decode, bound).room(0) == 512
