@@ -384,6 +384,7 @@ class Scheduler:
         """
         rows = self._in_flight.pop(batch.step_id).values()
         self._snapshotter.fail(batch.step_id)
+        self._times.skip()
         slots = {slot for stages in batch.moves.stages for slot in stages.slots}
         groups = [begun.group for begun in rows]
         groups += [

@@ -132,20 +132,32 @@ class StepCost:
             rows = work.decode_tokens
             tokens = padded_tokens(rows + work.prefill_tokens) - rows
             work = replace(work, prefill_tokens=tokens)
-        run = self._run
-        if run and (len(run) == MOST_JOINED or run[-1][0].is_like(work)):
-            self._learn(run)
-            run.clear()
-        run.append((work, seconds))
+        if not self.joins(work):
+            self.end_run()
+        self._run.append((work, seconds))
         if is_end_known:
-            self._learn(run)
-            run.clear()
+            self.end_run()
         if work.prefill_tokens:
             self._recent_prefill *= RECENT_MEMORY
             if work.prefill_tokens >= self._recent_prefill:
                 self._recent_prefill, self._recent_s = work.prefill_tokens, seconds
             context = RECENT_MEMORY * self._recent_context
             self._recent_context = max(context, work.prefill_context)
+
+    def joins(self, work: StepWork) -> bool:
+        """Return True if this work, as that of the next step, is learned with the steps before."""
+        run = self._run
+        return bool(run) and len(run) < MOST_JOINED and not run[-1][0].is_like(work)
+
+    def end_run(self) -> None:
+        """Learn from the steps that may have ended earlier; a step like the last one follows."""
+        if self._run:
+            self._learn(self._run)
+            self.skip()
+
+    def skip(self) -> None:
+        """Forget the steps that may have ended earlier; the next one cannot be learned from."""
+        self._run.clear()
 
     def _learn(self, run: Sequence[tuple[StepWork, float]]) -> None:
         """Learn from the sums of some steps; those of a linear cost are linear."""

@@ -74,6 +74,7 @@ class StepTimes:
         """Learn from a step that took ``seconds``; see ``StepCost.observe``."""
         tiers, moves = self._tiers, batch.moves
         if moves.moves_rows:
+            self.skip()
             return
         # Rows of one token come first, and most steps have no others.
         rows = batch.sequences
@@ -90,11 +91,25 @@ class StepTimes:
             self._stage_cost.observe(moves.tokens, moves.begun_tokens, seconds, rows_s)
             if tiers is not None and seconds > rows_s:
                 tiers.fetches.encoding.observe(moves.tokens, seconds - rows_s)
+            self.skip()
             return
+        self._observe_rows(self._cost, work, seconds, is_end_known=is_end_known)
+
+    def _observe_rows(
+        self, cost: StepCost, work: StepWork, seconds: float, *, is_end_known: bool
+    ) -> None:
         self._num_unobserved += 1
-        if self.bound_s or work.prefill_tokens or self._num_unobserved >= OBSERVED:
+        is_due = self.bound_s or work.prefill_tokens or self._num_unobserved >= OBSERVED
+        if is_due or cost.joins(work):
             self._num_unobserved = 0
-            self._cost.observe(work, seconds, is_end_known=is_end_known)
+            cost.observe(work, seconds, is_end_known=is_end_known)
+        else:
+            cost.end_run()
+
+    def skip(self) -> None:
+        """Note a step that nothing can be learned from, or that failed."""
+        if self._cost is not None:
+            self._cost.skip()
 
     def prefill(self, plan: StepPlan) -> PrefillAllowance:
         """Return how much prefill the decode rows planned so far can wait for."""
