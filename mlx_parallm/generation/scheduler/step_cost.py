@@ -102,8 +102,9 @@ class StepCost:
 
         Args:
             bound_s: seconds that the step may take.
-            in_proportion: True for as many as take that long if time is in proportion to tokens;
-                else steps that took nearly as long still grow, to learn what more tokens take.
+            in_proportion: True to assume that a step's time grows as its tokens do. Steps then stop
+                growing at the bound. False to let steps near the bound grow by ``NEAR_GROWTH``, to
+                learn whether more tokens take longer.
         """
         known = bound_s / self._recent_s if self._recent_s else GROWTH
         growth = min(GROWTH, known)
@@ -201,7 +202,8 @@ class PrefillAllowance:
     """The prefill that one step may take beside its decode rows, within a time.
 
     The first chunk may always have ``MIN_CHUNK`` tokens, so that prompts end however slow the
-    decode rows are.
+    decode rows are. If steps are padded, prompts may always fill the smallest size that has room
+    for so many tokens.
     """
 
     def __init__(
@@ -232,7 +234,8 @@ class PrefillAllowance:
     def room(self, start: int) -> int:
         """Return how many prompt tokens from position ``start`` on may still be added.
 
-        Those of all prompts together are one of few numbers, unless a prompt ends.
+        A prompt that takes all of it brings the step to a bucket: to a size without padding if
+        steps are padded, else to a number of prompt tokens of ``coarse``.
         """
         trusted = _largest_chunk(start, 1.0, self._context, self._tokens)
         trusted = max(trusted, FIRST_CHUNK - self._taken)
