@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -250,6 +250,12 @@ class SchedulerConfig:
     max_num_seqs_per_client: int | None = None
     max_loras: int = 8
     max_waiting: int = 2048
+
+    def without_default_bound(self) -> SchedulerConfig:
+        """Return the limits without a default bound of steps, for callers that read no streams."""
+        if self.max_decode_stall_ms is not None:
+            return self
+        return replace(self, max_decode_stall_ms=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

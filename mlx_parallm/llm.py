@@ -103,7 +103,7 @@ class LLM:
             hf_overrides: other values of fields of the model's config.json.
             seed: draws the seeds of samples that have none.
             cache: of the KV, such as ``CacheConfig(kv_cache_dtype="int8")``; named as flags are.
-            scheduler: settings of the scheduler, likewise.
+            scheduler: settings of the scheduler, likewise; no bound of steps if it has none.
             memory: limits of MLX's allocator, likewise; they hold for the whole process.
             speculative_config: see docs/speculation.md; None: no speculation.
             logprobs_mode: for parameters that name none; see docs/logprobs.md.
@@ -130,8 +130,8 @@ class LLM:
             ),
             cache=cache or CacheConfig(),
             memory=memory or MemoryConfig(),
-            # The queue and the time of steps need no limit: one caller waits for all prompts.
-            scheduler=scheduler or SchedulerConfig(max_waiting=0, max_decode_stall_ms=0),
+            # The queue needs no limit: one caller waits for all prompts.
+            scheduler=(scheduler or SchedulerConfig(max_waiting=0)).without_default_bound(),
             speculative=speculative_config,
             logprobs_mode=logprobs_mode,
             seed=seed,

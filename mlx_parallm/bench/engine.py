@@ -94,7 +94,9 @@ def _build(args: argparse.Namespace, recorder: TraceRecorder) -> tuple[str, Gene
     length = args.prompt_tokens + prefill_steps + WARMUP_STEPS + args.steps + WARMUP_STEPS
     config = EngineConfig(
         models=(ModelConfig(path=args.model, dtype=args.dtype, max_model_len=length),),
-        scheduler=SchedulerConfig(max_num_seqs=args.batch_size, max_waiting=args.batch_size),
+        scheduler=SchedulerConfig(
+            max_num_seqs=args.batch_size, max_waiting=args.batch_size, max_decode_stall_ms=0
+        ),
     )
     prepare_device_process()
     # MLX takes long to import, and ``bench serve`` does not need it.

@@ -269,6 +269,20 @@ def with_token_budget(config: SchedulerConfig, backend: str) -> SchedulerConfig:
     return replace(config, max_num_batched_tokens=CUDA_TOKEN_BUDGET)
 
 
+def default_stall_ms(name: str, config: SchedulerConfig, backend: str) -> float | None:
+    """Return the backend's bound of steps; log it if it holds because the limits name none."""
+    if backend != "cuda":
+        return None
+    if config.max_decode_stall_ms is None:
+        logger.info(
+            "%s: a step takes at most %g ms while sequences decode, or as long as three quarters"
+            " of the token budget; --max-decode-stall-ms sets another bound",
+            name,
+            CUDA_STALL_MS,
+        )
+    return CUDA_STALL_MS
+
+
 def _identity(loaded: LoadedGenerator, plan: GenerationPlan, ranks: Ranks | None) -> Identity:
     """Return what decides the KV of a model besides its weights."""
     info, draft = plan.info, loaded.draft
@@ -356,7 +370,7 @@ def _engine(
         num_tower_stages=info.num_tower_stages,
         has_sources=InputKind.SOURCE in info.input_kinds,
         pads=runner.prepares_shapes,
-        default_stall_ms=CUDA_STALL_MS if backend_name() == "cuda" else None,
+        default_stall_ms=default_stall_ms(name, settings.scheduler, backend_name()),
     )
     policies.users = scheduler
     live = LiveWeights(
