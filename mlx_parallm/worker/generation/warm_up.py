@@ -14,7 +14,7 @@ from itertools import chain, product
 from typing import Protocol
 
 from mlx_parallm.types.request import SamplingParams
-from mlx_parallm.types.shape_buckets import padded_rows, unpadded_tokens
+from mlx_parallm.types.shape_buckets import padded_rows, padded_tokens
 from mlx_parallm.types.step import (
     RunnerInfo,
     SampleSpec,
@@ -31,8 +31,10 @@ logger = logging.getLogger(__name__)
 #: DECODE_COUNTS are the numbers of decode rows beside a prompt chunk; with others, most of what
 #: is prepared is the same.
 DECODE_COUNTS = (1, 8, 32, 128)
-#: MIN_CHUNK is the fewest tokens of a prompt chunk.
-MIN_CHUNK = 64
+#: MIN_CHUNK is the fewest tokens of a step with prompts, as the scheduler fills one.
+MIN_CHUNK = 16
+#: SMALL_SIZE: smaller steps run once each, since few steps have such sizes.
+SMALL_SIZE = 64
 #: CHUNK_STARTS are the positions of chunks: the start of a prompt, and one with keys that are cut
 #: into spans.
 CHUNK_STARTS = (0, 4096)
@@ -203,23 +205,54 @@ def _shapes(max_len: int, limits: StepLimits) -> Iterator[tuple[int, int, int]]:
 
 
 def _prompt_steps(limits: StepLimits) -> Iterator[list[ScheduledSequence]]:
-    """Yield steps by their tokens, the position of a prompt chunk, and decode rows beside it."""
+    """Yield steps by their tokens, the position of a prompt chunk, and decode rows beside it.
+
+    Each size that a step can have is met, if need be without decode rows.
+    """
+    numbers = range(MIN_CHUNK, limits.tokens + 1)
+    sizes = {min(padded_tokens(number), limits.tokens) for number in numbers}
+    for size, start in product(sorted(sizes), CHUNK_STARTS):
+        steps = [
+            step
+            for count in DECODE_COUNTS
+            if (step := _prompt_step(size, start, count, limits)) is not None
+        ]
+        if start == 0 and not steps:
+            alone = _prompt_step(size, start, 0, limits)
+            steps = [] if alone is None else [alone]
+        if size >= SMALL_SIZE:
+            yield from steps
+        elif start == 0:
+            yield from steps[:1]
+
+
+def _prompt_step(
+    size: int, start: int, count: int, limits: StepLimits
+) -> list[ScheduledSequence] | None:
+    """Return a step of ``size`` tokens with ``count`` decode rows; None if there is none such.
+
+    The other tokens are a chunk of one prompt or, if the model takes none so long, whole prompts.
+    """
+    length, longest = size - count, limits.model_len - start
+    num_chunks = -(-length // longest) if start == 0 else 1
+    if length < 2 or longest < -(-length // num_chunks) or count + num_chunks > limits.num_seqs:
+        return None
     row_start = min(MIN_SPAN, limits.model_len - 1)
     row_blocks = max(ROW_BLOCKS, row_start // limits.block_size + 1)
-    sizes = {unpadded_tokens(count) for count in range(MIN_CHUNK, limits.tokens + 1)}
-    for size, start, count in product(sorted(sizes), CHUNK_STARTS, DECODE_COUNTS):
-        length = size - count
-        if length > 1 and count < limits.num_seqs and start + length <= limits.model_len:
-            rows = [_decode_row(i, row_start, row_blocks) for i in range(count)]
-            blocks = -(-(start + length) // limits.block_size)
-            chunk = ScheduledSequence(
-                seq_id=-1 - count,
-                slot=count,
+    rows = [_decode_row(i, row_start, row_blocks) for i in range(count)]
+    # Shorter chunks come first, and differ by one token at most.
+    for i in range(num_chunks):
+        num_tokens = (length + i) // num_chunks
+        rows.append(
+            ScheduledSequence(
+                seq_id=-1 - count - i,
+                slot=count + i,
                 start=start,
-                token_ids=(0,) * length,
-                block_table=(0,) * blocks,
+                token_ids=(0,) * num_tokens,
+                block_table=(0,) * -(-(start + num_tokens) // limits.block_size),
             )
-            yield [*rows, chunk]
+        )
+    return rows
 
 
 def _decode_row(index: int, start: int, num_blocks: int) -> ScheduledSequence:

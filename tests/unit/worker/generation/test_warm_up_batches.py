@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.types.shape_buckets import padded_rows, padded_tokens
@@ -98,6 +98,34 @@ def test_prompts_alone_and_beside_rows_fill_steps_of_all_sizes() -> None:
     starts = {batch.sequences[-1].start for batch in steps}
     assert starts == {0, 4096}
     assert len(steps) < 100
+
+
+@settings(max_examples=15)
+@given(
+    num_seqs=st.sampled_from([1, 2, 8, 128]),
+    tokens=st.sampled_from([256, 300, 1024, 2048]),
+    model_len=st.sampled_from([16, 512, 1024, 1700, 40_960]),
+)
+@example(num_seqs=128, tokens=2048, model_len=512)
+@example(num_seqs=1, tokens=2048, model_len=2048)
+def test_every_size_that_a_step_can_have_is_met(num_seqs: int, tokens: int, model_len: int) -> None:
+    limits = StepLimits(num_seqs=num_seqs, tokens=tokens, model_len=model_len, block_size=16)
+    batches = list(warm_up_batches(limits))
+    check_limits(limits, batches)
+    most = min(tokens, num_seqs * model_len)
+    possible = {padded_tokens(count) for count in range(MIN_CHUNK, most + 1)}
+    if most < tokens:
+        # The largest size is met in full only.
+        possible.discard(padded_tokens(most))
+    met = {padded_tokens(batch.num_tokens) for batch in batches if not decodes(batch)}
+    assert met >= possible
+
+
+def test_few_more_steps_run_for_sizes_and_short_models() -> None:
+    for model_len in (512, 1024, 2048, 40_960):
+        limits = StepLimits(num_seqs=128, tokens=2048, model_len=model_len, block_size=16)
+        steps = [batch for batch in warm_up_batches(limits) if not decodes(batch)]
+        assert len(steps) < 100
 
 
 @cache
