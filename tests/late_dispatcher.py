@@ -32,6 +32,11 @@ class SubmissionWatch:
         for name in USES:
             monkeypatch.setattr(mx, name, self._noting(name, getattr(mx, name)))
 
+    @property
+    def is_submitting(self) -> bool:
+        """True if a graph waits to be submitted."""
+        return bool(self._waiting)
+
     def dispatcher(self) -> Dispatcher:
         """Return a dispatcher that submits when it is joined."""
         return _LateDispatcher(self)

@@ -12,11 +12,17 @@ from benchmarks.make_seq2seq import make_seq2seq
 from mlx_parallm.config import CacheConfig, SpeculativeConfig
 from mlx_parallm.generation.kv_cache import fetches
 from mlx_parallm.generation.kv_memory import free_bytes
+from mlx_parallm.types.step import NoTracer
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.lora import adapter_store
 from tests.compiled_attention import CompiledAttention, OrderedAttention
 from tests.hybrid_folder import write_hybrid
-from tests.integration.test_parity_generate import loaded_model
+from tests.integration.test_parity_generate import (
+    Session,
+    loaded_model,
+    random_prompt,
+    shared_runner,
+)
 from tests.integration.test_speculation import generate, with_draft
 from tests.integration.test_worker_replay import SOURCE_POOL, BusyRun, run_busily
 from tests.late_dispatcher import SubmissionWatch
@@ -84,6 +90,31 @@ def test_plain_steps_are_built_before_the_one_before_is_submitted(
     run.finish()
     assert watch.misuses == []
     assert sum(num_beside) > 15
+
+
+@pytest.mark.parametrize(("logprobs", "is_plain"), [(None, True), (2, False)])
+def test_results_are_read_beside_a_submission_if_they_are_copies(
+    logprobs: int | None, is_plain: bool, watch: SubmissionWatch
+) -> None:
+    runner = shared_runner(
+        "llama", CompiledAttention, dispatcher=watch.dispatcher, tracer=NoTracer()
+    )
+    session = Session(runner)
+    session.add("first", random_prompt(5), logprobs=logprobs, max_tokens=30)
+    for _ in range(4):
+        session.step()
+    batch = session.scheduler.schedule()
+    assert batch is not None
+    later = runner.submit(batch)
+    assert watch.is_submitting
+    assert session.in_flight is not None
+    session.in_flight[1].wait()
+    assert watch.is_submitting is is_plain
+    later.wait()
+    # Blocks are read and written while nothing is submitted.
+    runner.submit(batch)
+    runner.read_blocks([0]).wait()
+    assert watch.misuses == []
 
 
 @pytest.mark.slow

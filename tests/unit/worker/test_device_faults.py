@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.types.errors import DeviceLostError, InvalidRequestError, OutOfMemoryError
-from mlx_parallm.worker.device.faults import LATE, drain_device
+from mlx_parallm.worker.device.faults import LATE, DeviceFaults, drain_device
 from mlx_parallm.worker.ops import Load, Op, Pending
 from mlx_parallm.worker.worker import Device, Tensors, Worker
 
@@ -212,6 +212,29 @@ def test_an_error_that_a_model_noted_is_not_noted_again(
         note_and_fail()
     assert calls == ["synchronize"]
     assert recovered(worker) == ([1, 1] if error is LATE_ERROR else [0, 0])
+
+
+def test_a_host_without_memory_has_not_lost_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    worker = worker_of("a")
+    monkeypatch.setattr(mx, "eval", fail)
+    with pytest.raises(RuntimeError, match="no room"):
+        run(worker, Work(model="a", fails="wait", error=RuntimeError("no room")))
+    worker.faults.check()
+
+
+def test_ranks_raise_what_failed_and_not_what_a_lost_device_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(mx, "clear_cache", fail)
+    faults = DeviceFaults(may_wait=False)
+    faults.note(RuntimeError("the step failed"))
+    assert faults.num_noted == 1
 
 
 @pytest.mark.parametrize("num_failures", [0, 1, 99])
