@@ -140,6 +140,18 @@ def test_memory_of_copies_is_used_again_when_none_refers_to_it(memory: Memory) -
     assert len(memory.sizes) == before + 4
 
 
+def test_memory_that_a_kernel_may_still_fill_is_not_fetched_from(memory: Memory) -> None:
+    arrays = PinnedArrays(CudaShim(), memory)
+    copy = arrays.send(mx.full((3,), 7, mx.uint32))
+    address = copy._pinned.ctypes.data  # type: ignore[attr-defined]
+    del copy
+    gc.collect()
+    arrays.begin_step()
+    arrays.fetch(np.arange(3, dtype=np.int32))
+    assert arrays._fetched[-1][-1].pinned.ctypes.data != address
+    assert arrays.send(mx.array([1], mx.uint32))._pinned.ctypes.data == address  # type: ignore[attr-defined]
+
+
 def test_larger_arrays_get_more_memory(memory: Memory) -> None:
     arrays = PinnedArrays(CudaShim(), memory)
     for size in (10, 5000, 20, 9000, 5000, 30, 5000, 20000):

@@ -91,14 +91,16 @@ class PinnedArrays(StepArrays):
         self._pin = pin
         # What the latest steps have fetched.
         self._fetched: deque[list[_Fetched]] = deque([[]])
-        # Pinned memory that nothing reads or writes, by its size.
+        # By its size: pinned memory that no kernel reads, and that of copies that are gone, which a
+        # kernel may still fill before the next one does.
         self._free: dict[int, list[Numbers]] = {}
+        self._free_copies: dict[int, list[Numbers]] = {}
         self._prove()
 
     @override
     def fetch(self, numbers: Numbers) -> mx.array:
         size = _padded(numbers.size)
-        pinned = self._unused(size)
+        pinned = self._pinned(self._free.setdefault(size, []), size)
         pinned[: numbers.size] = numbers
         (array,) = self._fetch(
             inputs=[_address(pinned)],
@@ -110,9 +112,7 @@ class PinnedArrays(StepArrays):
         self._fetched[-1].append(_Fetched(pinned, array))
         return array
 
-    def _unused(self, size: int) -> Numbers:
-        """Return pinned memory of this size that no kernel still reads or writes."""
-        free = self._free.setdefault(size, [])
+    def _pinned(self, free: list[Numbers], size: int) -> Numbers:
         return free.pop() if free else self._pin(size)
 
     @override
@@ -131,7 +131,8 @@ class PinnedArrays(StepArrays):
     @override
     def send(self, tokens: mx.array) -> TokenCopy:
         count = tokens.size
-        pinned = self._unused(_padded(count))
+        free = self._free_copies.setdefault(_padded(count), [])
+        pinned = self._pinned(free, _padded(count))
         (sent,) = self._send(
             inputs=[tokens, _address(pinned)],
             output_shapes=[(1,)],
@@ -139,7 +140,7 @@ class PinnedArrays(StepArrays):
             grid=(-(-count // THREADS) * THREADS, 1, 1),
             threadgroup=(THREADS, 1, 1),
         )
-        return _SentTokens(sent, pinned, count, self._free[pinned.size])
+        return _SentTokens(sent, pinned, count, free)
 
     def _prove(self) -> None:
         """Raise StepError unless arrays arrive on both sides."""
