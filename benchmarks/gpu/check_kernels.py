@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-# Long chunks use stock attention, which must not round to TF32; MLX reads this when it is loaded.
-os.environ.setdefault("MLX_ENABLE_TF32", "0")
+if __name__ == "__main__":
+    # Long chunks use stock attention, which must not round to TF32; MLX reads this when loaded.
+    os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 import mlx.core as mx
 import numpy as np

@@ -106,6 +106,7 @@ def test_other_weights_versions_code_or_devices_are_not_these(
 def test_another_device_or_variable_of_mlx_is_another_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)
     plans = RememberedPlans(tmp_path)
     plans.put(SPEC, CONTENT, CHOICES, WEIGHT_BYTES)
     monkeypatch.setenv("MLX_PARALLM_KERNEL_CACHE_DIR", str(tmp_path))
