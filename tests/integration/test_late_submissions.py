@@ -127,11 +127,7 @@ def test_states_and_sources(
     if kind == "hybrid":
         cache = CacheConfig(kv_cache_bytes=3 << 20, block_size=4, kv_disk=tmp_path / "kv")
         run = BusyRun(ahead=True, cache=cache, generator=write_hybrid(tmp_path / "hybrid"))
-        for length in (90, 100, 90):
-            run.ask(f"prompt {length}", length, n=2, seed=3, logprobs=2)
-            run.step(8)
-            run.ask(f"beside {length}", 9, temperature=0.0)
-            run.finish()
+        run.fill(90, 100, 90)
         run.generator.close()
     else:
         folder = make_seq2seq(tmp_path / "t5", "tiny-t5")

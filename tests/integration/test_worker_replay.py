@@ -225,6 +225,14 @@ class BusyRun:
                 self.is_woken.wait()
                 self.is_woken.clear()
 
+    def fill(self, *lengths: int) -> None:
+        """Run prompts of these lengths, which fill the pool in turns, each with one beside it."""
+        for length in lengths:
+            self.ask(f"prompt {length}", length, n=2, seed=3, logprobs=2)
+            self.step(8)
+            self.ask(f"beside {length}", 9, temperature=0.0)
+            self.finish()
+
     def load(
         self, name: str, seed: int, *, between: Callable[[], None], file: bytes | None = None
     ) -> None:
@@ -406,11 +414,7 @@ def test_moves_between_a_pool_and_a_store_are_replayed(
     run.generator.live.contents.join()
     for _ in range(2):
         # Each prompt takes half of the pool.
-        for length in (90, 100, 110):
-            run.ask(f"prompt {length}", length, n=2, seed=3, logprobs=2)
-            run.step(8)
-            run.ask(f"beside {length}", 9, temperature=0.0)
-            run.finish()
+        run.fill(90, 100, 110)
     run.generator.close()
     records = run.worker.records
     ops = [pickle.loads(record.op) for record in records if isinstance(record, Begun)]
@@ -432,11 +436,7 @@ def test_moves_of_states_are_replayed(
     run.generator.live.begin_hashing()
     run.generator.live.contents.join()
     for _ in range(2):
-        for length in (90, 100, 110):
-            run.ask(f"prompt {length}", length, n=2, seed=3, logprobs=2)
-            run.step(8)
-            run.ask(f"beside {length}", 9, temperature=0.0)
-            run.finish()
+        run.fill(90, 100, 110)
         run.generator._save_all()
         run.generator._scheduler.reset_prefix_cache(reset_running=False)
     run.generator.close()
