@@ -18,6 +18,7 @@ from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.errors import (
     ContextLengthError,
+    EarlierStepError,
     InvalidRequestError,
     OverloadedError,
     StepError,
@@ -30,7 +31,7 @@ from mlx_parallm.types.events import (
     TokenEvent,
 )
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
-from mlx_parallm.types.step import RunnerInfo, ScheduledBatch
+from mlx_parallm.types.step import NO_MOVES, Moves, RunnerInfo, ScheduledBatch
 from tests import fakes
 from tests.dict_store import DictStore
 from tests.fakes import ByteTokenizer, FakeRunner, make_info, spell
@@ -145,6 +146,45 @@ def test_a_step_that_fails_at_its_end_takes_the_step_behind_it_along(
     assert text_of(events, "a") == "f"
     assert text_of(events, "b") == ("" if runs_ahead else "fine")
     assert text_of(events, "c") == "fine"
+    engine._scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("moves", [NO_MOVES, Moves(dropped=(7,))], ids=["none", "moved"])
+@pytest.mark.parametrize("has_state", [False, True])
+def test_a_step_behind_one_that_was_refused_goes_on_unless_states_or_moves_forbid_it(
+    runs_ahead: bool, has_state: bool, moves: Moves
+) -> None:
+    refused: list[ScheduledBatch] = []
+
+    def refuse(batch: ScheduledBatch) -> None:
+        if runs_ahead and batch.step_id == 2 and not refused:
+            refused.append(batch)
+            raise EarlierStepError("The step before could not be submitted.")
+
+    def fail(batch: ScheduledBatch) -> None:
+        if batch.step_id == 1:
+            raise RuntimeError("no memory")
+
+    info = replace(fakes.make_info(), has_state=has_state)
+    runner = FakeRunner(spell("fine"), info=info, before=refuse, ending=fail)
+    engine, _ = make_engine(runner)
+    schedule = engine._scheduler.schedule
+
+    def schedule_with_moves(**options: bool) -> ScheduledBatch | None:
+        batch = schedule(**options)
+        return batch and replace(batch, moves=moves)
+
+    engine._scheduler.schedule = schedule_with_moves  # type: ignore[method-assign]
+    engine.submit(make_request("a"))
+    events = engine.step() or []
+    events += engine.step() or []
+    engine.submit(make_request("b"))
+    events += run(engine)
+    lost = {e.request_id for e in events if isinstance(e, ErrorEvent)}
+    goes_on = not runs_ahead or not (has_state or moves)
+    assert lost == ({"a"} if goes_on else {"a", "b"})
+    assert text_of(events, "b") == ("fine" if goes_on else "")
+    assert len(refused) == runs_ahead
     engine._scheduler.check_integrity()
 
 
