@@ -35,7 +35,7 @@ from mlx_parallm.worker.layers.packed import PackedProducts
 from mlx_parallm.worker.layers.packed_kernel import PackedKernels, kernels_error
 from mlx_parallm.worker.layers.packed_kernel import why_not as why_not_packed
 from mlx_parallm.worker.layers.packing import MXFP4, Packing
-from mlx_parallm.worker.layers.product_variants import Around
+from mlx_parallm.worker.layers.product_variants import GATES, Around, Format
 from tests.builders.kernel_cases import TOLERANCES, Case, Trial
 
 BLOCK_SIZE = 16
@@ -55,8 +55,8 @@ PACKED_DEPTHS = (1024, 4096, 12288)
 #: ``PACKED_WIDTHS``: rows of weights, fewer and more than all threadgroups take at once. With an
 #: odd number, rows of outputs begin within a word.
 PACKED_WIDTHS = (40, 201, 4097, 12290)
-#: ``AROUNDS``: what is computed around products of one row.
-AROUNDS = (Around(1e-6), Around(1e-6, gates=True), Around(adds=True))
+#: ``AROUNDS``: what is computed around products.
+AROUNDS = (Around(1e-6), Around(1e-6, gates=True), Around(adds=True), GATES)
 #: ``ROWS``: decode rows of very different lengths and a few tokens of one sequence.
 ROWS = ((300, 1), (1000, 1), (4, 7), (0, 1), (2047, 1))
 MIXED = ((200, 1), (0, 33), (700, 1), (64, 100), (9, 3))
@@ -135,27 +135,56 @@ def check_packed(language: KernelLanguage) -> int:
         return 0
     failed = 0
     packings = [Packing(bits, size) for bits in (4, 8) for size in (32, 64, 128)]
-    for packing, depth in itertools.product((*packings, Packing(4, 32, MXFP4)), PACKED_DEPTHS):
-        for dtype in (mx.bfloat16,) if packing.mode == MXFP4 else (mx.bfloat16, mx.float16):
-            kernels = PackedKernels(language)
-            reason = why_not_packed(kernels, packing, dtype, depth)
-            if reason is None:
-                error = max(packed_errors(kernels, packing, dtype, depth))
-                reason = None if error <= MAX_FUSED_ERROR else f"error of {error:.4f}"
-            failed += reason is not None
-            print(f"{reason or 'ok'}  {packing}, {dtype}, rows of {depth}", flush=True)
+    cases = [
+        PackedCase(packing, dtype, depth, PackedKernels(language))
+        for packing, depth in itertools.product((*packings, Packing(4, 32, MXFP4)), PACKED_DEPTHS)
+        for dtype in ((mx.bfloat16,) if packing.mode == MXFP4 else (mx.bfloat16, mx.float16))
+    ]
+    for case in cases:
+        case.begin()
+    for case in cases:
+        reason = case.why_not()
+        failed += reason is not None
+        print(f"{reason or 'ok'}  {case.packing}, {case.dtype}, rows of {case.depth}", flush=True)
     return failed
 
 
-def packed_errors(
-    kernels: PackedKernels, packing: Packing, dtype: mx.Dtype, depth: int
-) -> Iterator[float]:
-    """Yield the errors of products of other widths than a load tries, alone and fused."""
-    yield kernels_error(kernels, packing, dtype, depth, PACKED_WIDTHS)
-    packed = PackedProducts(packing, depth, "cuda")
-    packed.kernels = kernels
-    for around, width in itertools.product(AROUNDS, PACKED_WIDTHS):
-        yield Fusion(packed, around, dtype).error(2 * width)
+@dataclass(frozen=True)
+class PackedCase:
+    """Weights of a packing with rows of a length, and the kernels that multiply them."""
+
+    packing: Packing
+    dtype: mx.Dtype
+    depth: int
+    kernels: PackedKernels
+
+    def begin(self) -> None:
+        """Begin to compile the kernels, all at the same time."""
+        self.kernels.begin(Format(self.packing, self.dtype), self.depth)
+        for fusion in self._fusions():
+            fusion.begin()
+
+    def why_not(self) -> str | None:
+        """Return what is wrong; None if all kernels agree with MLX."""
+        reason = why_not_packed(self.kernels, self.packing, self.dtype, self.depth)
+        if reason is not None:
+            return reason
+        error = max(self._errors())
+        return None if error <= MAX_FUSED_ERROR else f"error of {error:.4f}"
+
+    def _errors(self) -> Iterator[float]:
+        """Yield the errors of products of other widths than a load tries, alone and fused."""
+        yield kernels_error(self.kernels, self.packing, self.dtype, self.depth, PACKED_WIDTHS)
+        for fusion, width in itertools.product(self._fusions(), PACKED_WIDTHS):
+            yield fusion.error(2 * width)
+
+    def _fusions(self) -> Iterator[Fusion]:
+        packed = PackedProducts(self.packing, self.depth, "cuda")
+        packed.kernels = self.kernels
+        return (
+            Fusion(packed, around, self.dtype, 2 * width)
+            for around, width in itertools.product(AROUNDS, (PACKED_WIDTHS[0], PACKED_WIDTHS[-1]))
+        )
 
 
 def check_copies(language: KernelLanguage) -> int:

@@ -1,4 +1,4 @@
-"""Blocks of packed weights whose products compute what is around them, for one row."""
+"""Blocks of packed weights whose products compute what is around them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mlx_parallm.worker.layers.fused_blocks import Fusion, fused_block, use_fuse
 from mlx_parallm.worker.layers.packed import PackedProducts, use_packed_kernels
 from mlx_parallm.worker.layers.packed_kernel import PackedKernels
 from mlx_parallm.worker.layers.packing import MXFP4, Packing
-from mlx_parallm.worker.layers.product_variants import Around, Tiles
+from mlx_parallm.worker.layers.product_variants import GATES, Around, Tiles
 from mlx_parallm.worker.layers.row_layers import use_row_layers
 from mlx_parallm.worker.layers.wrapped_calls import WrappedCalls
 from tests.builders.architectures.configs import config_of
@@ -47,9 +47,13 @@ MISTAKES = {
     "no weight of the norm": ("* gain", ""),
     "no epsilon": ("+ EPSILON", "+ 0.5f"),
     "the gate itself": ("* 16 + lane + 8]", "* 16 + lane]"),
-    "another base": ("-gate * LOG2E", "-gate"),
     "no residual": ("float(residual[column]) +", ""),
     "the same squares for all warps": ("squares[w]", "squares[0]"),
+}
+#: ``GATE_MISTAKES``: the same of texts for more rows, by their name.
+GATE_MISTAKES = {
+    "rows": ("SUMS + OWN + column]", "SUMS + column]"),
+    "tiles": ("n / 2 * OWN + column", "column"),
 }
 #: ``SIZES``: as small as the kernels take.
 SIZES = {
@@ -65,7 +69,8 @@ SIZES = {
 @pytest.fixture(autouse=True)
 def few_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try kernels for few rows only: hundreds take long on a CPU."""
-    monkeypatch.setattr("mlx_parallm.worker.layers.packed_kernel.ROW_COUNTS", (1, 2, 4, 16))
+    for module in ("packed_kernel", "fused_blocks"):
+        monkeypatch.setattr(f"mlx_parallm.worker.layers.{module}.ROW_COUNTS", (1, 2, 4, 16))
 
 
 class CountedShim(TensorShim):
@@ -160,7 +165,7 @@ def test_scales_of_another_dtype_than_rows_are_left_to_mlx(scales: mx.Dtype) -> 
 
 @pytest.mark.parametrize("rows", [2, 16])
 def test_blocks_of_more_rows_compute_the_same(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threadgroups divide the depth of narrow weights from 9 rows on, if it is long enough."""
+    """Products of gates compute SwiGLU, and threadgroups divide the depth of narrow weights."""
     require_compiler()
     split = ((16, Tiles(16, 64, 1, 4, splits=2)),)
     monkeypatch.setattr("mlx_parallm.worker.layers.product_variants.SPLIT_TILES", split)
@@ -175,7 +180,7 @@ def test_blocks_of_more_rows_compute_the_same(rows: int, monkeypatch: pytest.Mon
     layers = len(model.model.layers)
     sums = layers if rows > 8 else 0
     assert shim.counts["blocks_add_norm"] == 2 * (2 * layers - 1 + sums)
-    assert shim.counts["blocks_gate"] == 2 * layers
+    assert shim.counts["blocks_gate"] == 0
 
 
 def test_wrapped_layers_are_called() -> None:
@@ -219,12 +224,25 @@ def test_a_mistake_shows(mistake: str) -> None:
     assert any(fusion.why_not() for fusion in fusions(shim))
 
 
+@pytest.mark.parametrize("name", GATE_MISTAKES)
+def test_a_mistake_in_gates_of_more_rows_shows(name: str) -> None:
+    require_compiler()
+    right, wrong = GATE_MISTAKES[name]
+    assert kernel_text(TEXTS / "packed" / f"{name}.cu").count(right) == 1
+    shim = TensorShim()
+    *_, gates = fusions(shim)
+    assert gates.why_not() is None
+    shim.mutate = lambda _, body: body.replace(right, wrong)
+    *_, gates = fusions(shim)
+    assert gates.why_not() is not None
+
+
 def fusions(shim: TensorShim) -> list[Fusion]:
-    """Return what is computed around products of one row."""
+    """Return what is computed around products, SwiGLU of more rows last."""
     products = PackedProducts(Q4, 512, "cuda")
     products.kernels = PackedKernels(shim)
-    arounds = (Around(1e-5), Around(1e-5, gates=True), Around(adds=True))
-    return [Fusion(products, around, mx.bfloat16) for around in arounds]
+    arounds = (Around(1e-5), Around(1e-5, gates=True), Around(adds=True), GATES)
+    return [Fusion(products, around, mx.bfloat16, 512) for around in arounds]
 
 
 def test_a_wrong_kernel_is_not_used() -> None:

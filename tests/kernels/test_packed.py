@@ -11,6 +11,7 @@ from mlx_parallm.worker.layers.packed import PackedProducts
 from mlx_parallm.worker.layers.packed_kernel import PackedKernels, variants_of, why_not
 from mlx_parallm.worker.layers.packing import MXFP4, Packing
 from mlx_parallm.worker.layers.product_variants import (
+    MAX_NARROW,
     SLAB,
     Format,
     Rows,
@@ -156,12 +157,18 @@ SMALL: dict[str, tuple[Rows | Vectors | Tiles, int, int, int]] = {
         ("rows", "__syncthreads();\nfor (int i = threadIdx.x", "for (int i = threadIdx.x"),
         ("rows", "announce(arrival, WIDE *", "announce(arrival, 15 *"),
         ("rows", "span / STAGES % 2", "0"),
-        ("rows", "min(first + row, width - 1)", "min(first + row + 1, width - 1)"),
-        ("tiles", "publish();\n__syncthreads();", "publish();"),
-        ("tiles", "await_tiles<0>();\n__syncthreads();", "await_tiles<0>();"),
-        ("tiles", "await_fetches<STAGES - 3>", "await_fetches<STAGES - 2>"),
+        ("rows", "min(first + row % OWN, width - 1)", "min(first + row + 1, width - 1)"),
+        ("tiles", "await_arrival(&arrivals[stage_index], parity);", ""),
+        ("tiles", "await_arrival(&rooms[stage_index], parity);", ""),
+        ("tiles", "open_arrival(&arrivals[s], LOADERS / 32);", "open_arrival(&arrivals[s], 1);"),
+        ("tiles", "open_arrival(&rooms[s], MULTIPLIERS / 32);", "open_arrival(&rooms[s], 3);"),
+        ("tiles", "{\nawait_fetches<LAG>();\nannounce", "{\nawait_fetches<LAG + 1>();\nannounce"),
+        ("tiles", "close_fetches();\nawait_fetches<LAG>();", "await_fetches<LAG>();"),
+        ("tiles", "__syncwarp();", ""),
+        ("tiles", "if (half == 1) {\narrive", "if (half == 0) {\narrive"),
         ("tiles", "await_tiles<1>();", "await_tiles<2>();"),
-        ("tiles", "c < STAGES - 2; c++", "c < STAGES - 1; c++"),
+        ("tiles", "await_tiles<0>();\nmeet<MULTIPLIERS>();", "await_tiles<0>();"),
+        ("tiles", "meet<MULTIPLIERS>();\nfor (int i", "for (int i"),
         ("vectors", "}\n__syncthreads();\n#if MXFP4", "}\n#if MXFP4"),
         ("vectors", "}\n__syncthreads();\nconst int column", "}\nconst int column"),
         ("vectors", "(panel - begin) % 2 *", "0 *"),
@@ -233,6 +240,12 @@ def test_variants_fit_a_processor_and_take_their_rows(packing: Packing, dtype: m
         # Each threadgroup takes 1 KB more; a thread has at most 255 of 65,536 registers.
         assert residency.threadgroups * (residency.shared_bytes + 1024) <= 228 * 1024
         assert residency.threads * residency.threadgroups <= 1024
+        if isinstance(variant, Tiles) and variant.registers is not None:
+            # Threads take what others give: a threadgroup begins with equally many for each.
+            each = 65536 // (residency.threads * residency.threadgroups) // 8 * 8
+            taken, given = variant.registers
+            assert taken * (variant.threads - 128) + given * 128 <= each * variant.threads
+            assert (taken % 8, given % 8) == (0, 0)
     for width in (4096, 24576):
         assert isinstance(variant_for(form, 1, width, 4096), Vectors)
         assert isinstance(variant_for(form, 2, width, 4096), Rows)
@@ -241,7 +254,10 @@ def test_variants_fit_a_processor_and_take_their_rows(packing: Packing, dtype: m
         assert isinstance(variant_for(form, 8, width, 4096), Rows)
         assert isinstance(variant_for(form, 9, width, 4096), Tiles)
         assert isinstance(variant_for(form, 512, width, 4096), Tiles)
-        assert variant_for(form, 513, width, 4096) is None
+        # Unpacking wide weights pays later, as their products compute SwiGLU.
+        limit = 1024 if width > MAX_NARROW else 512
+        assert isinstance(variant_for(form, limit, width, 4096), Tiles)
+        assert variant_for(form, limit + 1, width, 4096) is None
     splits = split_variant_for(form, 32, 4096, 8192)
     assert splits is not None
     assert splits.splits > 1

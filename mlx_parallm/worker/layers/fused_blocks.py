@@ -1,8 +1,8 @@
 """Blocks of packed weights, whose kernels do what stands between their products.
 
 For one row, a product normalises its input, applies SwiGLU, and adds the residual by itself:
-kernels of their own would take as long. For more rows, threadgroups divide the depth of narrow
-weights, and the kernel that adds the residual adds their parts. See
+kernels of their own would take as long. For more rows it applies SwiGLU. Threadgroups divide the
+depth of narrow weights then, and the kernel that adds the residual adds their parts. See
 ``docs/decisions/059-blocks-of-packed-weights.md``.
 """
 
@@ -17,11 +17,19 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
+from mlx_parallm.types.shape_buckets import ROW_COUNTS
 from mlx_parallm.worker.device.kernel_trial import KernelTrials, largest_error, why_off
 from mlx_parallm.worker.layers.attention_heads import LAYERS
 from mlx_parallm.worker.layers.block_kernels import BLOCKS, MLPS, gated
 from mlx_parallm.worker.layers.packed import PackedProducts, suit
-from mlx_parallm.worker.layers.product_variants import Around, Format
+from mlx_parallm.worker.layers.product_variants import (
+    GATES,
+    Around,
+    Format,
+    Rows,
+    Tiles,
+    Vectors,
+)
 from mlx_parallm.worker.layers.row_layers import Columns, RowProduct, product_of
 from mlx_parallm.worker.layers.wrapped_calls import class_of
 
@@ -31,7 +39,7 @@ TRIAL_WIDTH = 168
 # each rounded, and their product is.
 MAX_FUSED_ERROR = 0.03
 # MAX_ROWS: more rows are multiplied with unpacked weights, and nothing is fused.
-MAX_ROWS = 512
+MAX_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +49,14 @@ class Fusion:
     Attributes:
         packed: multiplies the weights, with kernels.
         around: what is computed.
-        dtype: of the row.
+        dtype: of the rows.
+        width: rows of the weights.
     """
 
     packed: PackedProducts
     around: Around
     dtype: mx.Dtype
+    width: int
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -54,18 +64,29 @@ class Fusion:
         packing = self.packed.packing
         return (
             *(packing.mode, packing.bits, packing.group_size, self.packed.depth, self.dtype),
-            self.around,
+            *(self.around, tuple(self.variants())),
         )
 
+    def variants(self) -> dict[Rows | Vectors | Tiles, int]:
+        """Return the kernels' variants, each with a number of rows that it does not fill."""
+        variants: dict[Rows | Vectors | Tiles, int] = {}
+        for rows in (*ROW_COUNTS, 2 * ROW_COUNTS[-1]):
+            variant = self.packed.variant_around(self.dtype, self.around, rows, self.width)
+            # What one row computes with a norm, others compute with SwiGLU alone.
+            if variant is not None and (rows == 1) == (self.around != GATES):
+                variants.setdefault(variant, max(1, rows - 1))
+        return variants
+
     def begin(self) -> None:
-        """Begin to compile the kernel, in the background if possible."""
-        variant = self.packed.variant_around(self.dtype)
-        assert self.packed.kernels is not None, "see variant_around"
-        assert variant is not None, "see variant_around"
-        self.packed.kernels.kernel(Format(self.packed.packing, self.dtype), variant, self.around)
+        """Begin to compile the kernels, in the background if possible."""
+        assert self.packed.kernels is not None, "there are no variants without"
+        for variant in self.variants():
+            self.packed.kernels.kernel(
+                Format(self.packed.packing, self.dtype), variant, self.around
+            )
 
     def why_not(self) -> str | None:
-        """Return why the kernel is not to be used; None if it agrees with MLX."""
+        """Return why the kernels are not to be used; None if they agree with MLX."""
         return why_off(self.error, MAX_FUSED_ERROR)
 
     def error(self, width: int = TRIAL_WIDTH) -> float:
@@ -74,23 +95,29 @@ class Fusion:
         ``width`` is that of the weight in the trial.
         """
         depth, packing, dtype = self.packed.depth, self.packed.packing, self.dtype
+        kernels = self.packed.kernels
+        assert kernels is not None, "there are no variants without"
         keys = mx.random.split(mx.random.key(0), 4)
         weight = mx.random.normal((width, depth), key=keys[0]) * depth**-0.5
         arrays = mx.quantize(weight.astype(dtype), packing.group_size, packing.bits, packing.mode)
-        x = 3 * mx.random.normal((1, 1, depth), key=keys[1]).astype(dtype)
-        gain = mx.random.normal((depth,), key=keys[2]).astype(dtype)
-        residual = mx.random.normal((1, 1, width), key=keys[3]).astype(dtype)
-        others = {"norm_weight": gain, "residual": residual}
-        inputs = [others[name] for name in self.around.inputs]
-        actual = self.packed.around(x, arrays, self.around, inputs)
         plain = packing.unpacked(arrays, dtype).T
-        return largest_error(actual, _stock(x, plain, gain, residual, self.around))
+        gain = mx.random.normal((depth,), key=keys[2]).astype(dtype)
+        worst = 0.0
+        for variant, rows in self.variants().items():
+            x = 3 * mx.random.normal((rows, 1, depth), key=keys[1]).astype(dtype)
+            residual = mx.random.normal((rows, 1, width), key=keys[3]).astype(dtype)
+            others = {"norm_weight": gain, "residual": residual}
+            inputs = [others[name] for name in self.around.inputs]
+            actual = kernels.product(x, arrays, packing, variant, self.around, inputs)
+            wanted = _stock(x, plain, gain, residual, self.around)
+            worst = max(worst, largest_error(actual, wanted))
+        return worst
 
 
 def _stock(
     x: mx.array, plain: mx.array, gain: mx.array, residual: mx.array, around: Around
 ) -> mx.array:
-    """Return what MLX's operations compute of a row and an unpacked weight, ``[K, N]``."""
+    """Return what MLX's operations compute of rows and an unpacked weight, ``[K, N]``."""
     if around.epsilon is not None:
         x = mx.fast.rms_norm(x, gain, around.epsilon)
     output = x @ plain
@@ -124,10 +151,8 @@ class FusedBlock:
 
     @property
     def has_kernels(self) -> bool:
-        """True if all products have kernels for a row of the hidden states' dtype."""
-        return all(
-            fusion.packed.variant_around(self.dtype) is not None for fusion in self.fusions()
-        )
+        """True if all products have kernels for rows of the hidden states' dtype."""
+        return all(fusion.variants() for fusion in self.fusions())
 
     def fusions(self) -> Iterator[Fusion]:
         """Yield the products with what is computed around them."""
@@ -136,10 +161,11 @@ class FusedBlock:
             (self.heads, Around(self.block.input_layernorm.eps)),
             (self.output, adds),
             (self.gates, Around(self.block.post_attention_layernorm.eps, gates=True)),
+            (self.gates, GATES),
             (self.down, adds),
         ):
             assert product.packed is not None, "weights are packed"
-            yield Fusion(product.packed, around, self.dtype)
+            yield Fusion(product.packed, around, self.dtype, sum(product.widths))
 
     def columns(self, x: mx.array) -> list[Columns]:
         """Return the queries, keys and values of one row of hidden states, ``[1, 1, hidden]``."""
@@ -162,7 +188,11 @@ class FusedBlock:
 
     def mlp(self, x: mx.array) -> mx.array:
         """Return the MLP of normalised rows, ``[T, 1, hidden]``, or parts of it."""
-        return self.down.parts(gated(self.block.mlp, x))
+        packed, width = self.gates.packed, sum(self.gates.widths)
+        assert packed is not None, "weights are packed"
+        if packed.variant_around(x.dtype, GATES, len(x), width) is None:
+            return self.down.parts(gated(self.block.mlp, x))
+        return self.down.parts(self.gates.around(x, GATES, []))
 
 
 def use_fused_blocks(model: nn.Module, trials: KernelTrials | None = None) -> int:

@@ -16,6 +16,7 @@ from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.layers.packed_kernel import DTYPES, PackedKernels, why_not, why_unsupported
 from mlx_parallm.worker.layers.packing import AFFINE, MXFP4, MXFP8, Packing
 from mlx_parallm.worker.layers.product_variants import (
+    GATES,
     Around,
     Format,
     Rows,
@@ -23,7 +24,6 @@ from mlx_parallm.worker.layers.product_variants import (
     Vectors,
     split_variant_for,
     variant_for,
-    vectors_for,
 )
 
 # FOUR_BITS, EIGHT_BITS: widths of numbers of which a byte holds two, or one.
@@ -79,24 +79,34 @@ class PackedProducts:
     def around(
         self, x: mx.array, arrays: Sequence[mx.array], around: Around, others: Sequence[mx.array]
     ) -> mx.array:
-        """Return the product of one row with what is computed around it, ``[1, 1, N]``.
+        """Return the product of rows with what is computed around it, ``[T, 1, N]``.
 
         Args:
-            x: the row's K numbers; the first axis has one element.
+            x: T rows of K numbers; the first axis has T elements.
             arrays: the weight's, in the order of ``Packing.names``; they ``suit`` the dtype of x.
             around: what is computed; there is a ``variant_around``.
             others: inputs of that, in the order of ``Around.inputs``.
         """
-        variant = self.variant_around(x.dtype)
+        variant = self.variant_around(x.dtype, around, len(x), len(arrays[0]))
         assert self.kernels is not None, "see variant_around"
         assert variant is not None, "see variant_around"
         return self.kernels.product(x, arrays, self.packing, variant, around, others)
 
-    def variant_around(self, dtype: mx.Dtype) -> Vectors | None:
-        """Return the variant that computes what stands around products of one row."""
+    def variant_around(
+        self, dtype: mx.Dtype, around: Around, rows: int, width: int
+    ) -> Rows | Vectors | Tiles | None:
+        """Return the variant that computes what stands around a product; None if there is none.
+
+        Args:
+            dtype: of the rows.
+            around: what is computed.
+            rows: how many.
+            width: rows of the weight.
+        """
         if self.kernels is None or dtype not in DTYPES:
             return None
-        return vectors_for(Format(self.packing, dtype), 1, self.depth)
+        variant = variant_for(Format(self.packing, dtype), rows, width, self.depth)
+        return variant if isinstance(variant, Vectors) or around == GATES else None
 
     def parts(self, x: mx.array, arrays: Sequence[mx.array]) -> mx.array:
         """Return the product of rows ``[T, 1, K]``, or parts of it that are still to be added.

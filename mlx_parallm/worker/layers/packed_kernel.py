@@ -147,7 +147,7 @@ class PackedKernels:
             arrays: of the weight ``[N, K]``, in the order of ``Packing.names``.
             packing: of the weight.
             variant: of the kernel; rows of x fit it.
-            around: what is computed around the product; for ``Vectors`` only.
+            around: what is computed around the product; for others than ``Vectors`` SwiGLU alone.
             others: inputs of that, in the order of ``Around.inputs``.
         """
         rows, width = x.shape[0], arrays[0].shape[0] // (2 if around.gates else 1)
@@ -205,7 +205,9 @@ class PackedKernels:
             HEADERS,
             residency=variant.residency(form),
         )
-        own = around.constants if isinstance(variant, Vectors) else {}
+        own = around.constants
+        if not isinstance(variant, Vectors):
+            own = {"GATE": own["GATE"]}
         return self._builder.kernel(spec, {**variant.constants(form), **own})
 
 

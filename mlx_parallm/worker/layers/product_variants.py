@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from mlx_parallm.kernels.build import Constant
 from mlx_parallm.kernels.kernel import PROCESSORS, Residency
-from mlx_parallm.worker.layers.packing import AFFINE, MXFP4, WORD_BITS, Packing
+from mlx_parallm.worker.layers.packing import MXFP4, WORD_BITS, Packing
 
 # WARP, WARPGROUP: threads.
 WARP, WARPGROUP = 32, 128
@@ -20,6 +20,8 @@ FEW = 8
 SLAB = 64
 # PANEL: rows of a weight that tensor cores multiply at once.
 PANEL = 16
+# MAX_TILE: rows of x that one product of warpgroups multiplies here.
+MAX_TILE = 128
 # ALIGNMENT of chunks in shared memory, in bytes.
 ALIGNMENT = 1024
 
@@ -160,11 +162,12 @@ class Vectors:
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """The operations that ``vectors.cu`` computes around a product.
+    """The operations that a kernel computes around a product: all of them ``vectors.cu`` alone.
 
     Attributes:
         epsilon: of the RMSNorm of x; None to multiply x as it is.
-        gates: True if the first half of the product are gates of the other half (SwiGLU).
+        gates: True if the first half of the product are gates of the other half (SwiGLU). All
+            variants that write no parts compute it.
         adds: True if the product is added to a residual.
     """
 
@@ -187,6 +190,8 @@ class Around:
 
 
 NOTHING = Around()
+# GATES: SwiGLU alone, which is computed for more rows than what else stands around a product.
+GATES = Around(gates=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +205,7 @@ class Tiles:
         stages: chunks that are in shared memory.
         resident: threadgroups of a processor, which bounds their registers.
         splits: threadgroups that divide the depth; their sums are still to be added.
+        registers: of threads that multiply, and of those that load; None to divide them equally.
     """
 
     rows: int
@@ -208,35 +214,39 @@ class Tiles:
     stages: int
     resident: int = 1
     splits: int = 1
+    registers: tuple[int, int] | None = None
 
     text = "packed/tiles.cu"
 
     @property
     def threads(self) -> int:
-        """Return the threads of a threadgroup."""
-        return WARPGROUP * self.wide // SLAB * self.slabs
+        """Return the threads of a threadgroup: warpgroups that multiply, and one that loads."""
+        return WARPGROUP * (self.wide // SLAB * self.slabs + 1)
 
     def constants(self, form: Format) -> dict[str, Constant]:
         """Return the text's constants."""
+        multiplier, loader = self.registers or (0, 0)
         return {
             **form.constants,
             "ROWS": self.rows,
-            "TILE_ROWS": self.rows,
+            "TILE_ROWS": min(self.rows, MAX_TILE),
             "WIDE": self.wide,
             "SLABS": self.slabs,
             "STAGES": self.stages,
             "RING": self.ring(form),
             "SPLITS": self.splits,
+            "REGISTERS": multiplier,
+            "LOADER_REGISTERS": loader,
         }
 
     def ring(self, form: Format) -> int:
         """Return of how many spans the scales are in shared memory.
 
-        A chunk is fetched while the one that is ``stages - 2`` before it is multiplied, and those
-        in between are there: see ``tiles.cu``.
+        The first ``stages`` chunks are fetched at once. A later one is fetched when the scales of
+        the one that is ``stages - 1`` before it have been read, and those in between are there.
         """
         span = form.scale_span // (SLAB * self.slabs)
-        return -(-(self.stages - 2) // span) + 1
+        return -(-(self.stages + max(0, span - 2)) // span)
 
     def residency(self, form: Format) -> Residency:
         """Return the room that threadgroups take."""
@@ -261,29 +271,35 @@ FEW_ROWS = {
 MAX_SHARED = 96 << 10
 # MAX_NARROW: a weight of so few rows has few threadgroups, so that these need more warps.
 MAX_NARROW = 8192
-# NARROW_TILES, WIDE_TILES: by mode and bits, up to how many rows of x which variant is the fastest
-# on an H200. More rows pay for unpacking the weight (docs/decisions/055-packed-weights-by-rows.md).
-_FIRST = (16, Tiles(16, 64, 2, 6))
-_LAST = (512, Tiles(128, 128, 1, 4, 2))
-_NARROW = ((64, Tiles(64, 64, 4, 4)), (128, Tiles(128, 64, 2, 4)))
-NARROW_TILES = {
-    (AFFINE, 4): (_FIRST, (32, Tiles(32, 64, 4, 6)), *_NARROW, (256, Tiles(128, 64, 2, 4)), _LAST),
-    (AFFINE, 8): (_FIRST, (32, Tiles(32, 64, 4, 6)), *_NARROW, (256, Tiles(128, 64, 2, 3)), _LAST),
-    (MXFP4, 4): (_FIRST, (32, Tiles(32, 64, 4, 6)), *_NARROW, (256, Tiles(128, 64, 2, 4)), _LAST),
-}
-_WIDE = (_FIRST, (32, Tiles(32, 64, 2, 4, 2)))
-WIDE_TILES = {
-    (AFFINE, 4): (*_WIDE, (64, Tiles(64, 64, 2, 5)), (128, Tiles(128, 192, 1, 6)), _LAST),
-    (AFFINE, 8): (*_WIDE, (64, Tiles(64, 64, 2, 4, 2)), (128, Tiles(128, 192, 1, 6)), _LAST),
-    (MXFP4, 4): (*_WIDE, (64, Tiles(64, 64, 2, 5, 2)), (128, Tiles(128, 192, 1, 6)), _LAST),
-}
-# SPLIT_TILES: the same of all packings where threadgroups divide the depth, for weights of up to
-# MAX_NARROW rows.
+# NARROW_TILES, WIDE_TILES: up to how many rows of x which variant is the fastest on an H200, about
+# equally with all packings. More rows pay for unpacking the weight
+# (docs/decisions/061-loading-warpgroups-for-packed-weights.md).
+# MANY_ROWS: a warpgroup has 128 sums in registers, which those that load give away.
+MANY_ROWS, HALF_AS_MANY = (216, 72), (152, 56)
+NARROW_TILES = (
+    (16, Tiles(16, 64, 4, 6)),
+    (32, Tiles(32, 64, 4, 6)),
+    (64, Tiles(64, 64, 4, 4)),
+    (128, Tiles(128, 64, 2, 5)),
+    (256, Tiles(256, 64, 2, 3, registers=MANY_ROWS)),
+    (512, Tiles(128, 192, 1, 6, registers=HALF_AS_MANY)),
+)
+WIDE_TILES = (
+    (16, Tiles(16, 64, 2, 6)),
+    (32, Tiles(32, 64, 2, 6, 2)),
+    (64, Tiles(64, 192, 1, 6)),
+    (128, Tiles(128, 192, 1, 6, registers=HALF_AS_MANY)),
+    (256, Tiles(256, 64, 2, 3, registers=MANY_ROWS)),
+    (1024, Tiles(256, 128, 1, 5, registers=MANY_ROWS)),
+)
+# SPLIT_TILES: the same where threadgroups divide the depth, for weights of up to MAX_NARROW rows.
 SPLIT_TILES = (
-    (16, Tiles(16, 64, 2, 6, splits=2)),
-    (32, Tiles(32, 64, 4, 4, splits=2)),
-    (64, Tiles(64, 64, 2, 4, 2, splits=2)),
-    (128, Tiles(128, 64, 2, 4, splits=2)),
+    (16, Tiles(16, 64, 4, 6, splits=2)),
+    (32, Tiles(32, 64, 4, 6, splits=2)),
+    (64, Tiles(64, 64, 2, 6, splits=2)),
+    (128, Tiles(128, 128, 1, 7, splits=4)),
+    (256, Tiles(256, 64, 2, 3, splits=2, registers=MANY_ROWS)),
+    (512, Tiles(256, 128, 1, 5, splits=2, registers=MANY_ROWS)),
 )
 
 
@@ -303,8 +319,7 @@ def variant_for(form: Format, rows: int, width: int, depth: int) -> Rows | Vecto
     if rows <= FEW:
         return FEW_ROWS[packing.bits][width > MAX_NARROW]
     tiles = WIDE_TILES if width > MAX_NARROW else NARROW_TILES
-    own = tiles[packing.mode, packing.bits]
-    return next((variant for limit, variant in own if rows <= limit), None)
+    return next((variant for limit, variant in tiles if rows <= limit), None)
 
 
 def split_variant_for(form: Format, rows: int, width: int, depth: int) -> Tiles | None:

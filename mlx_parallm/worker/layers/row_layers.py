@@ -136,7 +136,7 @@ class RowProduct:
         return output
 
     def around(self, x: mx.array, around: Around, others: Sequence[mx.array]) -> mx.array:
-        """Return the product of one row and packed weights, with what is computed around it.
+        """Return the product of rows and packed weights, with what is computed around it.
 
         All layers' columns are in it. See ``PackedProducts.around``.
         """

@@ -60,7 +60,7 @@ struct Fetch {
   Piece piece;
 };
 struct Fetches {
-  Fetch at[256];
+  Fetch at[512];
   int count, groups;
   int ends[16];
 };

@@ -23,7 +23,6 @@ struct Product {
   const unsigned* rows;
   const Piece* columns;
   int size;
-  bool adds;
   void (*multiply)(const Product&);
 };
 struct Products {
@@ -43,7 +42,6 @@ void multiply_now(const Product& product) {
     memcpy(theirs[i], shim::meet(pairs, 0, __LINE__), sizeof(theirs[i]));
   }
   for (int i = 0; i < product.size; i++) {
-    if (!product.adds) product.sums[i] = 0.0f;
     const int column = i / 4 * 8 + me % 4 * 2 + i % 2;
     for (int k = 0; k < 16; k++) {
       // Lines of 128 bytes, whose pieces are exchanged.
@@ -59,14 +57,40 @@ void multiply_now(const Product& product) {
 }
 
 template <int N, typename T>
-void multiply_tile(float (&sums)[N], const unsigned* rows, const Piece* columns, bool adds, T) {
+void multiply_tile(float (&sums)[N], const unsigned* rows, const Piece* columns, T) {
   Products& mine = products[shim::current];
-  mine.at[mine.count++] = {sums, rows, columns, N, adds, multiply_now<T>};
+  mine.at[mine.count++] = {sums, rows, columns, N, multiply_now<T>};
 }
 
 inline void publish() {}
 
 inline void begin_tiles() {}
+
+template <int COUNT>
+void give_registers() {}
+
+template <int COUNT>
+void take_registers() {}
+
+// A part of the threads meets: how many are there, and who waits. Programs would share such variables
+// of a template.
+static int num_met;
+static bool has_met[shim::MAX_THREADS];
+
+template <int THREADS>
+void meet() {
+  if (++num_met < THREADS) {
+    has_met[shim::current] = true;
+    shim::wait();
+  } else {
+    num_met = 0;
+    for (int i = 0; i < THREADS; i++) {
+      if (has_met[i]) shim::warps[i / 32].ready |= 1u << i % 32;
+      has_met[i] = false;
+    }
+  }
+  shim::pause();
+}
 
 inline void end_tiles() {
   Products& mine = products[shim::current];
@@ -90,21 +114,52 @@ struct Line {
   const char* from;
   int bytes;
 };
-// Copies that have not come, the bytes that they should have, and how often some have come.
+// What threads wait at: how many have yet to arrive of how many, copies that have not come, the bytes
+// that they should have, how often all have arrived, and the threads that wait.
 struct Arrival {
+  int threads, missing;
   Line lines[128];
-  int count, announced, comings;
+  int count, announced, comings, waiting;
+  bool waits[shim::MAX_THREADS];
 };
-static Arrival arrivals_of[16];
+static Arrival arrivals_of[64];
 static unsigned num_arrivals;
 
-inline void open_arrival(unsigned long long* arrival) {
-  *arrival = num_arrivals++ % 16;
-  arrivals_of[*arrival] = {};
+inline void open_arrival(unsigned long long* arrival, int threads) {
+  *arrival = num_arrivals++ % 64;
+  arrivals_of[*arrival] = {threads, threads};
+}
+
+// Ends a turn if all have arrived. Copies come when somebody waits for them.
+inline void end_turn(Arrival& all) {
+  int bytes = 0;
+  if (all.missing < 0) shim::failure = shim::DEADLOCK;
+  for (int i = 0; i < all.count; i++) bytes += all.lines[i].bytes;
+  if (all.missing > 0 || bytes != all.announced) return;
+  for (int i = 0; i < all.count; i++) {
+    if (shim::running != shim::ASCENDING) {
+      memcpy(all.lines[i].to, all.lines[i].from, all.lines[i].bytes);
+    }
+  }
+  all.count = all.announced = all.waiting = 0;
+  all.missing = all.threads;
+  all.comings++;
+  for (int i = 0; i < shim::num_threads; i++) {
+    if (all.waits[i]) shim::warps[i / 32].ready |= 1u << i % 32;
+    all.waits[i] = false;
+  }
+}
+
+inline void arrive(unsigned long long* arrival, bool does) {
+  if (!does) return;
+  Arrival& all = arrivals_of[*arrival];
+  all.missing--;
+  if (all.waiting) end_turn(all);
 }
 
 inline void announce(unsigned long long* arrival, int bytes) {
   arrivals_of[*arrival].announced += bytes;
+  arrive(arrival, true);
 }
 
 // Copies come at once or as late as they may.
@@ -113,21 +168,15 @@ inline void fetch_line(void* to, const void* from, int bytes, unsigned long long
   if (((uintptr_t)to | (uintptr_t)from | bytes) % 16) shim::failure = shim::DEADLOCK;
   all.lines[all.count++] = {(char*)to, (const char*)from, bytes};
   if (shim::running == shim::ASCENDING) memcpy(to, from, bytes);
+  if (all.waiting) end_turn(all);
 }
 
-// All threads meet here, so that those that copy have come.
 inline void await_arrival(unsigned long long* arrival, int parity) {
-  shim::barrier(__LINE__);
   Arrival& all = arrivals_of[*arrival];
-  if (all.announced) {
-    for (int i = 0; i < all.count; i++) {
-      all.announced -= all.lines[i].bytes;
-      if (shim::running != shim::ASCENDING) {
-        memcpy(all.lines[i].to, all.lines[i].from, all.lines[i].bytes);
-      }
-    }
-    all.count = 0;
-    all.comings++;
-  }
-  if (all.announced || (all.comings + 1) % 2 != parity) shim::failure = shim::DEADLOCK;
+  if (all.comings % 2 == parity) end_turn(all);
+  if (all.comings % 2 != parity) return;
+  all.waits[shim::current] = true;
+  all.waiting++;
+  shim::wait();
+  shim::pause();
 }

@@ -19,6 +19,15 @@ inline unsigned twice(unsigned bits) {
   return bits | bits << 16;
 }
 
+// Returns a number times SiLU of its gate (SwiGLU). Both are rounded first; roundings are those of
+// MLX's operations.
+template <typename T>
+inline T gated(float gate, float number, T) {
+  const float x = float(T(gate));
+  const float sigmoid = float(T(1.0f / (1.0f + exp2f(-x * 1.4426950408889634f))));
+  return T(float(T(x * sigmoid)) * float(T(number)));
+}
+
 // What is added to levels from 0 to 15, and to 16 times such levels, so that they are the last bits
 // of a number; and two ones.
 template <typename T>

@@ -3,7 +3,8 @@
 // warps divide a span into chunks of 128, and their sums are added at the end. A lane has 8
 // neighbouring numbers of two rows of the weight and the same ones of x, in pairs that need few
 // operations to unpack: the order of a sum is free. What groups share is applied to their sums: of
-// numbers raised by RAISED, the sum of x times that is taken away.
+// numbers raised by RAISED, the sum of x times that is taken away. With GATE, half of the rows are
+// gates, and half are the numbers that these multiply (SwiGLU).
 #if MXFP4
 using Format = Mxfp4<T>;
 #elif BITS == 4
@@ -17,6 +18,7 @@ using Scale = Format::Scale;
 constexpr int ARRAYS = Format::ARRAYS;
 constexpr int WORDS = BITS / 4;  // words of 8 numbers
 constexpr int PANELS = WIDE / 16;
+constexpr int OWN = GATE ? WIDE / 2 : WIDE;  // outputs
 constexpr int LINES = WIDE / WARPS;  // that a warp loads
 constexpr int PARTS = GROUP < 128 ? GROUP / 32 : 4;  // of 32 numbers, in a group and a chunk
 // Sizes of a row in bytes; their last bytes make rows begin in different banks.
@@ -34,8 +36,8 @@ const int quad = lane / 4;
 const int at = lane % 4;
 const int num_rows = x_shape[0];
 const int depth = x_shape[2];
-const int width = weight_shape[0];
-const int first = blockIdx.x * WIDE;
+const int width = weight_shape[0] / (GATE ? 2 : 1);
+const int first = blockIdx.x * OWN;
 const int spans = (depth + SPAN - 1) / SPAN;
 
 // 1. Load spans. Rows beyond the weight's end are read as the last one.
@@ -50,7 +52,8 @@ const auto fetch_span = [&](int span) {
   }
   if (lane < LINES) {
     const int row = warp * LINES + lane;
-    const Place from = (Place)min(first + row, width - 1) * depth + span * SPAN;
+    const int own = min(first + row % OWN, width - 1) + row / OWN * width;
+    const Place from = (Place)own * depth + span * SPAN;
     fetch_line(to + row * LINE, (const char*)weight + from / 8 * BITS, bytes, arrival);
     to += WIDE * LINE + row * SCALE_LINE;
     fetch_line(to, (const Scale*)scales + from / GROUP, scale_bytes, arrival);
@@ -63,7 +66,7 @@ const auto fetch_span = [&](int span) {
 if (threadIdx.x == 0) {
 #pragma unroll
   for (int s = 0; s < STAGES; s++) {
-    open_arrival(&arrivals[s]);
+    open_arrival(&arrivals[s], 1);
   }
 }
 __syncthreads();
@@ -172,15 +175,17 @@ for (int p = 0; p < PANELS; p++) {
   }
 }
 __syncthreads();
-for (int i = threadIdx.x; i < WIDE * 8; i += WARPS * 32) {
-  const int column = i % WIDE;
-  const int row = i / WIDE;
+for (int i = threadIdx.x; i < OWN * 8; i += WARPS * 32) {
+  const int column = i % OWN;
+  const int row = i / OWN;
   if (row < num_rows && first + column < width) {
     float sum = 0.0f;
+    float number = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
       sum += parts[(w * 8 + row) * SUMS + column];
+      number += GATE ? parts[(w * 8 + row) * SUMS + OWN + column] : 0.0f;
     }
-    out[(Place)row * width + first + column] = T(sum);
+    out[(Place)row * width + first + column] = GATE ? gated(sum, number, T(0.0f)) : T(sum);
   }
 }

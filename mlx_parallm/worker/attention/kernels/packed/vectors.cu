@@ -27,7 +27,6 @@ constexpr int SCALES = GROUP <= 64 ? 2 : 1;                // of the two columns
 constexpr int OWN = GATE ? 8 : 16;                         // outputs of a panel
 constexpr int LINE = DEPTH / 8;                            // pieces of x
 constexpr int TIMES = (LINE + THREADS - 1) / THREADS;      // pieces of a thread
-constexpr float LOG2E = 1.4426950408889634f;
 constexpr unsigned RAISED = 0x64006400u;  // 1,024 twice
 using Shared = Chunk<Scale, SCALES>;
 // What a span's sum becomes: times `factor`, plus `lift`, which takes away what numbers were raised
@@ -306,16 +305,14 @@ for (int panel = begin; panel < end; panel++) {
   const int column = panel * OWN + lane;
   if (warp == (panel - begin) % WARPS && lane < OWN && column < width) {
     float sum = 0.0f;
-    float gated = 0.0f;
+    float number = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
       sum += own_parts[w * 16 + lane];
-      gated += GATE ? own_parts[w * 16 + lane + 8] : 0.0f;
+      number += GATE ? own_parts[w * 16 + lane + 8] : 0.0f;
     }
 #if GATE
-    const float gate = float(T(sum));
-    const float sigmoid = float(T(1.0f / (1.0f + exp2f(-gate * LOG2E))));
-    out[column] = T(float(T(gate * sigmoid)) * float(T(gated)));
+    out[column] = gated(sum, number, T(0.0f));
 #elif RESIDUAL
     out[column] = T(float(residual[column]) + float(T(sum)));
 #else

@@ -23,23 +23,24 @@ inline unsigned multiply_add(unsigned a, unsigned b, unsigned c, __half) {
 }
 
 // Describes columns in shared memory: lines of 128 bytes, whose pieces are in the order of their
-// number XOR that of the line. It begins a multiple of 1,024 bytes, plus 32 for each 16 of depth.
-inline unsigned long long columns_at(const Piece* at) {
-  return (shared_place(at) >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+// number XOR that of the line. It begins a multiple of 1,024 bytes, plus 32 for each 16 of depth. What
+// is added to it counts pieces.
+inline unsigned columns_at(const Piece* at) {
+  return (shared_place(at) >> 4 & 0x3fff) | 1 << 16;
 }
 
 #define EIGHT(i) \
   "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), "+f"(sums[i + 4]), \
       "+f"(sums[i + 5]), "+f"(sums[i + 6]), "+f"(sums[i + 7])
-#define TILE(N, TYPE, PTX, SUMS, ROWS, ADDS, ...) \
+#define TILE(N, TYPE, PTX, SUMS, ROWS, ...) \
   inline void multiply_tile( \
-      float (&sums)[N / 2], const unsigned* rows, unsigned long long columns, bool adds, TYPE) { \
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " ADDS ", 0;\n" \
+      float (&sums)[N / 2], const unsigned* rows, unsigned columns, TYPE) { \
+    const unsigned long long whole = 0x40000040ull << 32 | columns; \
+    asm volatile("{\n.reg .pred adds;\nsetp.eq.b32 adds, 0, 0;\n" \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX "." PTX " {" SUMS "}, " ROWS \
                  ", adds, 1, 1, 0;\n}" \
                  : __VA_ARGS__ \
-                 : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "l"(columns), \
-                   "r"((int)adds)); \
+                 : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "l"(whole)); \
   }
 #define TILES_OF(N, ...) \
   TILE(N, __nv_bfloat16, "bf16", __VA_ARGS__) \
@@ -52,19 +53,36 @@ inline unsigned long long columns_at(const Piece* at) {
   FIRST_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
            ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 
-// Sets sums to the products of a warpgroup's rows and columns, or adds these; `publish`,
-// `begin_tiles` and `end_tiles` order them. A lane has the numbers of `multiply` for its warp's 16
-// rows, and its sums.
-TILES_OF(16, FIRST_8, "{%8,%9,%10,%11}, %12", "%13", EIGHT(0))
-TILES_OF(32, FIRST_16, "{%16,%17,%18,%19}, %20", "%21", EIGHT(0), EIGHT(8))
-TILES_OF(64, FIRST_32, "{%32,%33,%34,%35}, %36", "%37", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24))
+// Adds to sums the products of a warpgroup's rows and columns; `publish`, `begin_tiles` and
+// `end_tiles` order them. A lane has the numbers of `multiply` for its warp's 16 rows, and its sums.
+TILES_OF(16, FIRST_8, "{%8,%9,%10,%11}, %12", EIGHT(0))
+TILES_OF(32, FIRST_16, "{%16,%17,%18,%19}, %20", EIGHT(0), EIGHT(8))
+TILES_OF(64, FIRST_32, "{%32,%33,%34,%35}, %36", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24))
 TILES_OF(
-    128, FIRST_64, "{%64,%65,%66,%67}, %68", "%69", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24),
-    EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56))
+    128, FIRST_64, "{%64,%65,%66,%67}, %68", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32),
+    EIGHT(40), EIGHT(48), EIGHT(56))
 
 // Lets products read what the thread has written to shared memory.
 inline void publish() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Waits for the first threads of the threadgroup, so many.
+template <int THREADS>
+inline void meet() {
+  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+}
+
+// Changes how many registers each thread of a warpgroup has (PTX ISA, setmaxnreg): those that some
+// give, others take.
+template <int COUNT>
+inline void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT>
+inline void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
 // Begins a group of products.
@@ -82,13 +100,24 @@ inline void await_tiles() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// Prepares what threads wait at for copies; one thread does it, before a barrier.
-inline void open_arrival(unsigned long long* arrival) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_place(arrival)) : "memory");
+// Prepares what threads wait at until others, so many, and copies have arrived; one thread does it,
+// before a barrier.
+inline void open_arrival(unsigned long long* arrival, int threads) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_place(arrival)), "r"(threads)
+               : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Announces the bytes of the next copies; one thread does it before these.
+// Arrives if it is true: what the thread has written before is seen by those that wait. With a branch
+// around it, products before and after it would wait for each other.
+inline void arrive(unsigned long long* arrival, bool does) {
+  asm volatile("{\n.reg .pred does;\nsetp.ne.b32 does, %1, 0;\n"
+               "@does mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(shared_place(arrival)),
+               "r"((int)does)
+               : "memory");
+}
+
+// Arrives, and announces the bytes of the next copies; one thread does it before these.
 inline void announce(unsigned long long* arrival, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
                    shared_place(arrival)),
@@ -105,7 +134,8 @@ inline void fetch_line(void* to, const void* from, int bytes, unsigned long long
       : "memory");
 }
 
-// Waits for announced copies: for the first, third and so on with parity 0, for others with 1.
+// Waits until all have arrived: for the first time, the third and so on with parity 0, for others
+// with 1.
 inline void await_arrival(unsigned long long* arrival, int parity) {
   asm volatile("{\n.reg .pred arrived;\nagain:\n"
                "mbarrier.try_wait.parity.shared::cta.b64 arrived, [%0], %1;\n"
