@@ -90,7 +90,11 @@ def _packed(name: str, bits: int, mode: str = AFFINE) -> Row:
         "packed",
         f"8B, {name}",
         partial(packed.against_plain, shape="8B", bits=bits, mode=mode),
-        (Target(packed.SLOWEST, "<=", 1.1), Target(packed.AT_ONE_ROW, ">=", 1.5)),
+        (
+            Target(packed.SLOWEST, "<=", 1.1),
+            Target(packed.OF_MANY_ROWS, "<=", 1.1),
+            Target(packed.AT_ONE_ROW, ">=", 1.5),
+        ),
     )
 
 

@@ -243,9 +243,9 @@ def test_variants_fit_a_processor_and_take_their_rows(packing: Packing, dtype: m
         if isinstance(variant, Tiles) and variant.registers is not None:
             # Threads take what others give: a threadgroup begins with equally many for each.
             each = 65536 // (residency.threads * residency.threadgroups) // 8 * 8
-            taken, given = variant.registers
-            assert taken * (variant.threads - 128) + given * 128 <= each * variant.threads
-            assert (taken % 8, given % 8) == (0, 0)
+            multiplier, loader = variant.registers
+            assert multiplier * (variant.threads - 128) + loader * 128 <= each * variant.threads
+            assert (multiplier % 8, loader % 8) == (0, 0)
     for width in (4096, 24576):
         assert isinstance(variant_for(form, 1, width, 4096), Vectors)
         assert isinstance(variant_for(form, 2, width, 4096), Rows)

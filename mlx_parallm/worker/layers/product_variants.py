@@ -274,23 +274,24 @@ MAX_NARROW = 8192
 # NARROW_TILES, WIDE_TILES: up to how many rows of x which variant is the fastest on an H200, about
 # equally with all packings. More rows pay for unpacking the weight
 # (docs/decisions/061-loading-warpgroups-for-packed-weights.md).
-# MANY_ROWS: a warpgroup has 128 sums in registers, which those that load give away.
-MANY_ROWS, HALF_AS_MANY = (216, 72), (152, 56)
+# FOR_256_ROWS, FOR_128_ROWS: registers of a thread that multiplies so many rows of x, whose sums are
+# half as many numbers, and of one that loads.
+FOR_256_ROWS, FOR_128_ROWS = (216, 72), (152, 56)
 NARROW_TILES = (
     (16, Tiles(16, 64, 4, 6)),
     (32, Tiles(32, 64, 4, 6)),
     (64, Tiles(64, 64, 4, 4)),
     (128, Tiles(128, 64, 2, 5)),
-    (256, Tiles(256, 64, 2, 3, registers=MANY_ROWS)),
-    (512, Tiles(128, 192, 1, 6, registers=HALF_AS_MANY)),
+    (256, Tiles(256, 64, 2, 3, registers=FOR_256_ROWS)),
+    (512, Tiles(128, 192, 1, 6, registers=FOR_128_ROWS)),
 )
 WIDE_TILES = (
     (16, Tiles(16, 64, 2, 6)),
     (32, Tiles(32, 64, 2, 6, 2)),
     (64, Tiles(64, 192, 1, 6)),
-    (128, Tiles(128, 192, 1, 6, registers=HALF_AS_MANY)),
-    (256, Tiles(256, 64, 2, 3, registers=MANY_ROWS)),
-    (1024, Tiles(256, 128, 1, 5, registers=MANY_ROWS)),
+    (128, Tiles(128, 192, 1, 6, registers=FOR_128_ROWS)),
+    (256, Tiles(256, 64, 2, 3, registers=FOR_256_ROWS)),
+    (1024, Tiles(256, 128, 1, 5, registers=FOR_256_ROWS)),
 )
 # SPLIT_TILES: the same where threadgroups divide the depth, for weights of up to MAX_NARROW rows.
 SPLIT_TILES = (
@@ -298,8 +299,8 @@ SPLIT_TILES = (
     (32, Tiles(32, 64, 4, 6, splits=2)),
     (64, Tiles(64, 64, 2, 6, splits=2)),
     (128, Tiles(128, 128, 1, 7, splits=4)),
-    (256, Tiles(256, 64, 2, 3, splits=2, registers=MANY_ROWS)),
-    (512, Tiles(256, 128, 1, 5, splits=2, registers=MANY_ROWS)),
+    (256, Tiles(256, 64, 2, 3, splits=2, registers=FOR_256_ROWS)),
+    (512, Tiles(256, 128, 1, 5, splits=2, registers=FOR_256_ROWS)),
 )
 
 
