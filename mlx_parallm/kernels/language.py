@@ -71,6 +71,14 @@ class KernelLanguage(Protocol):
     has_tensor_cores: bool
     """True if the texts in ``tensor_cores``, which are CUDA's, compile."""
 
+    @property
+    def states_threads(self) -> bool:
+        """True if its compiler knows how many threads a threadgroup has (``KernelText.residency``).
+
+        Without, threads cannot take registers of others.
+        """
+        ...
+
     def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Kernel:
         """Return the kernel of a text.
 
@@ -106,6 +114,12 @@ class CudaLanguage(KernelLanguage):
     def words(self) -> str:
         return kernel_text(METAL_WORDS)
 
+    @property
+    @override
+    def states_threads(self) -> bool:
+        precompiler = self._precompiler()
+        return precompiler is not None and precompiler.why_not is None
+
     @override
     def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Kernel:
         stock = partial(_made, mx.fast.cuda_kernel, text)
@@ -131,6 +145,11 @@ class MetalLanguage(KernelLanguage):
     @override
     def words(self) -> str:
         return ""
+
+    @property
+    @override
+    def states_threads(self) -> bool:
+        return False
 
     @override
     def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Kernel:

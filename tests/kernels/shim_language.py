@@ -31,7 +31,13 @@ from tests.kernels.shim_compile import load
 
 #: ``ORDERS`` in which threads run ahead; see lanes.h.
 ORDERS = (0, 1, 2)
-FAILURES = {1: "deadlock", 2: "lanes diverged", 3: "bad barrier flags"}
+FAILURES = {
+    1: "deadlock",
+    2: "lanes diverged",
+    3: "bad barrier flags",
+    4: "read out of bounds",
+    5: "products read what is not published",
+}
 MAX_NDIM = 10
 ALIGNMENT = 256
 GUARD = 4096
@@ -55,8 +61,14 @@ static int64_t* launch_strides;
 static unsigned launch_group, launch_threads;
 static void launch_lane(int lane) {{ launch_body({arguments}); }}
 extern "C" int launch(
-    void** buffers, int32_t* shapes, int64_t* strides, unsigned grid, unsigned threads, int o) {{
+    void** buffers, int64_t* sizes, int count, int32_t* shapes, int64_t* strides, unsigned grid,
+    unsigned threads, int o) {{
   launch_buffers = buffers;
+  shim::num_arrays = count;
+  for (int i = 0; i < count; i++) {{
+    shim::bounds[i][0] = (const char*)buffers[i];
+    shim::bounds[i][1] = (const char*)buffers[i] + sizes[i];
+  }}
   launch_shapes = shapes;
   launch_strides = strides;
   launch_threads = threads;
@@ -81,6 +93,7 @@ class Guarded:
 
     def __init__(self, content: np.ndarray) -> None:
         self._memory = np.full(content.size + 2 * GUARD + ALIGNMENT, FILLER, np.uint8)
+        self.size = content.size
         self._start = GUARD + -(self._memory.ctypes.data + GUARD) % ALIGNMENT
         self._end = self._start + content.size
         self._memory[self._start : self._end] = content
@@ -100,6 +113,7 @@ class Shim:
     words: str
     tuning: Tuning
     has_tensor_cores = False
+    states_threads = True
     include: str
     shape_parameter: str
     shape_argument: str
@@ -163,6 +177,8 @@ class Shim:
         ]
         failure = load(self.program(text, inputs, output_dtypes)).launch(
             (ctypes.c_void_p * len(pointers))(*pointers),
+            (ctypes.c_int64 * len(pointers))(*(each.size for each in (*guarded, *made))),
+            len(pointers),
             (ctypes.c_int32 * len(shapes))(*shapes),
             (ctypes.c_int64 * len(strides))(*strides),
             grid[0],

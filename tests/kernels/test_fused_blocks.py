@@ -183,16 +183,33 @@ def test_blocks_of_more_rows_compute_the_same(rows: int, monkeypatch: pytest.Mon
     assert shim.counts["blocks_gate"] == 0
 
 
-def test_wrapped_layers_are_called() -> None:
+def test_gates_without_a_variant_have_a_kernel_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    require_compiler()
+    few = ((16, Tiles(16, 64, 1, 4)),)
+    monkeypatch.setattr("mlx_parallm.worker.layers.product_variants.NARROW_TILES", few)
+    shim = CountedShim()
+    model = packed_model(Q4, shim)
+    wanted = outputs_of(model, shim, 24)
+    assert use_fused_blocks(model)
+    shim.counts.clear()
+    actual = outputs_of(model, shim, 24)
+    assert np.abs(actual - wanted).max() <= 0.02 * np.abs(wanted).max()
+    assert shim.counts["blocks_gate"] == 2 * len(model.model.layers)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_wrapped_layers_are_called(rows: int) -> None:
     """Adapters and ranks wrap the calls of layers, whose products are then not their outputs."""
     require_compiler()
     shim = CountedShim()
     model = packed_model(Q4, shim)
     assert use_fused_blocks(model)
     block = model.model.layers[0]
-    x = mx.zeros((1, 1, 512), mx.bfloat16)
+    x = mx.zeros((rows, 1, 512), mx.bfloat16)
     assert fused_block(block, x) is not None
-    plain = outputs_of(model, shim)
+    plain = outputs_of(model, shim, rows)
 
     def wrapped(original: Any) -> dict[str, Any]:
         return {"__call__": lambda self, x: 1.5 * original.__call__(self, x)}
@@ -200,9 +217,21 @@ def test_wrapped_layers_are_called() -> None:
     for module in (block.self_attn.o_proj, block.mlp.up_proj, block.mlp, block.input_layernorm):
         with WrappedCalls([module], wrapped):
             assert fused_block(block, x) is None
-            changed = outputs_of(model, shim)
+            changed = outputs_of(model, shim, rows)
         assert np.abs(changed - plain).max() > 0.02 * np.abs(plain).max()
-    assert np.array_equal(outputs_of(model, shim), plain)
+    assert np.array_equal(outputs_of(model, shim, rows), plain)
+
+
+def test_gates_of_more_rows_that_are_wrong_leave_one_row_fused() -> None:
+    require_compiler()
+    shim = CountedShim()
+    model = packed_model(Q4, shim)
+    shim.mutate = lambda name, body: body.replace(*GATE_MISTAKES["tiles"])
+    assert use_fused_blocks(model)
+    assert not any("_gates" in block for block in model.model.layers)
+    shim.counts.clear()
+    outputs_of(model, shim, 16)
+    assert shim.counts["blocks_gate"] == 2 * len(model.model.layers)
 
 
 def test_rows_of_another_type_run_as_usual() -> None:

@@ -6,13 +6,19 @@ from functools import partial
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.activations import swiglu
 
 from mlx_parallm.worker.layers.packed import PackedProducts
-from mlx_parallm.worker.layers.packed_kernel import PackedKernels, variants_of, why_not
+from mlx_parallm.worker.layers.packed_kernel import PackedKernels, why_not
 from mlx_parallm.worker.layers.packing import MXFP4, Packing
 from mlx_parallm.worker.layers.product_variants import (
+    FEW_BITS,
+    FOR_128_SUMS,
+    GATES,
     MAX_NARROW,
+    NOTHING,
     SLAB,
+    Around,
     Format,
     Rows,
     Tiles,
@@ -47,17 +53,20 @@ def error(
     rows: int,
     width: int,
     depth: int,
+    around: Around = NOTHING,
 ) -> float:
     """Return the largest error as a share of the largest value."""
     x = mx.random.normal((rows, 1, depth), dtype, key=mx.random.key(2))
     arrays = packed(packing, dtype, width, depth)
-    actual = PackedKernels(shim).product(x, arrays, packing, variant)
+    actual = PackedKernels(shim).product(x, arrays, packing, variant, around)
     if isinstance(variant, Tiles) and variant.splits > 1:
         assert actual.dtype == mx.float32
         actual = actual.sum(axis=0).astype(dtype)
-    assert actual.shape == (rows, 1, width)
+    assert actual.shape == (rows, 1, width // 2 if around.gates else width)
     assert actual.dtype == dtype
     wanted = x.astype(mx.float32) @ packing.unpacked(arrays, mx.float32).T
+    if around.gates:
+        wanted = swiglu(*mx.split(wanted, 2, axis=-1))
     return float(mx.abs(actual - wanted).max() / mx.abs(wanted).max())
 
 
@@ -68,7 +77,9 @@ def error(
         (Rows(wide=32, warps=2, span=1024, stages=2), 3, 40, 3072),  # stages are used again
         (Rows(wide=16, warps=4, span=2048, stages=1), 8, 8, 1024),  # fewer numbers than a span has
         (Tiles(rows=16, wide=64, slabs=1, stages=4), 5, 72, 1024),
-        (Tiles(rows=32, wide=128, slabs=2, stages=4), 40, 72, 1024),  # two tiles of rows
+        (Tiles(rows=32, wide=128, slabs=2, stages=4), 40, 72, 1024),  # two threadgroups of rows
+        # A warpgroup has two tiles of rows.
+        (Tiles(rows=256, wide=64, slabs=2, stages=3, registers=FOR_128_SUMS), 130, 67, 1024),
         (Rows(wide=16, warps=4, span=2048, stages=1), 3, 9, 1024),
         (Tiles(rows=16, wide=64, slabs=1, stages=4), 5, 71, 1024),  # as a vocabulary may be
         (Tiles(rows=64, wide=192, slabs=1, stages=4), 40, 200, 1024),  # x is no whole turns
@@ -90,9 +101,31 @@ def test_products_are_right(
     require_compiler()
     # Threadgroups of ``vectors.cu`` take several panels where there are more than these.
     monkeypatch.setattr("mlx_parallm.worker.layers.product_variants.PROCESSORS", 2)
+    if isinstance(variant, Rows) and packing.bits != FEW_BITS:
+        pytest.skip("more bits have variants of Tiles alone")
     shim = TensorShim()
     shim.order = (rows + packing.bits) % len(ORDERS)
     assert error(shim, packing, dtype, variant, rows, width, depth) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("packing", "variant", "rows", "width"),
+    [
+        # Halves of a threadgroup's rows and less, even and odd, and more than one threadgroup.
+        *((Q4, Rows(wide=16, warps=4, span=1024, stages=1), 3, width) for width in (16, 18, 12)),
+        *((Q8, Tiles(rows=16, wide=64, slabs=2, stages=4), 11, width) for width in (64, 66, 24)),
+        (FP4, Tiles(rows=16, wide=64, slabs=4, stages=4), 16, 130),
+        (Q4, Tiles(rows=64, wide=192, slabs=1, stages=4), 40, 386),
+        (Q8, Tiles(rows=256, wide=64, slabs=2, stages=3, registers=FOR_128_SUMS), 257, 70),
+    ],
+    ids=str,
+)
+def test_gates_are_right(packing: Packing, variant: Rows | Tiles, rows: int, width: int) -> None:
+    require_compiler()
+    shim = TensorShim()
+    shim.order = (rows + width) % len(ORDERS)
+    # Both factors are rounded, and their product is.
+    assert error(shim, packing, mx.bfloat16, variant, rows, width, 1024, GATES) < 0.02
 
 
 @pytest.mark.parametrize(
@@ -113,7 +146,8 @@ def test_scales_stay_while_their_chunks_are_multiplied(
     """Fetches end early and late, and room for the scales of one span less is too little."""
     require_compiler()
     form, ring = Format(packing, mx.bfloat16), Tiles.ring
-    variants = {each for _, each in variants_of(form, 4096) if isinstance(each, Tiles)}
+    in_use = PackedKernels(TensorShim()).variants_of(form, 4096)
+    variants = {each for _, each in in_use if isinstance(each, Tiles)}
     for variant in [each for each in variants if limit // 4 < each.rows <= limit]:
         chunks = (variant.stages + 2) * SLAB * variant.slabs
         spans = max(-(-chunks // form.scale_span), variant.ring(form) + 1) * variant.splits
@@ -143,8 +177,9 @@ def test_unpacked_weights_are_those_of_mlx(packing: Packing, dtype: mx.Dtype) ->
 
 SMALL: dict[str, tuple[Rows | Vectors | Tiles, int, int, int]] = {
     "rows": (Rows(wide=16, warps=2, span=512, stages=2), 2, 16, 2560),
-    # The last of 16 chunks is in the first of 5 stages, where sums are written too.
-    "tiles": (Tiles(rows=16, wide=64, slabs=1, stages=5), 16, 64, 1024),
+    # The last of 16 chunks is in the first of 5 stages, where sums are written too. The weight has
+    # fewer rows than a threadgroup takes.
+    "tiles": (Tiles(rows=16, wide=64, slabs=1, stages=5), 16, 56, 1024),
     # Six warps have four of ten chunks, two at a time, and three panels.
     "vectors": (Vectors(depth=5120, warps=3, ahead=8, resident=1), 1, 40, 5120),
 }
@@ -164,8 +199,10 @@ SMALL: dict[str, tuple[Rows | Vectors | Tiles, int, int, int]] = {
         ("tiles", "open_arrival(&rooms[s], MULTIPLIERS / 32);", "open_arrival(&rooms[s], 3);"),
         ("tiles", "{\nawait_fetches<LAG>();\nannounce", "{\nawait_fetches<LAG + 1>();\nannounce"),
         ("tiles", "close_fetches();\nawait_fetches<LAG>();", "await_fetches<LAG>();"),
-        ("tiles", "__syncwarp();", ""),
-        ("tiles", "if (half == 1) {\narrive", "if (half == 0) {\narrive"),
+        ("tiles", "publish();\n__syncwarp();", "publish();"),
+        ("tiles", "publish();\n__syncwarp();", "__syncwarp();"),
+        ("tiles", "if (half == 1) {\n__sync", "if (half == 0) {\n__sync"),
+        ("tiles", "min(first + row % OWN, width - 1)", "first + row % OWN"),
         ("tiles", "await_tiles<1>();", "await_tiles<2>();"),
         ("tiles", "await_tiles<0>();\nmeet<MULTIPLIERS>();", "await_tiles<0>();"),
         ("tiles", "meet<MULTIPLIERS>();\nfor (int i", "for (int i"),
@@ -235,7 +272,7 @@ def test_what_is_no_number_stays_none(special: float) -> None:
 @pytest.mark.parametrize(("packing", "dtype"), FORMATS, ids=str)
 def test_variants_fit_a_processor_and_take_their_rows(packing: Packing, dtype: mx.Dtype) -> None:
     form = Format(packing, dtype)
-    for _, variant in variants_of(form, 4096):
+    for _, variant in PackedKernels(TensorShim()).variants_of(form, 4096):
         residency = variant.residency(form)
         # Each threadgroup takes 1 KB more; a thread has at most 255 of 65,536 registers.
         assert residency.threadgroups * (residency.shared_bytes + 1024) <= 228 * 1024
@@ -248,10 +285,11 @@ def test_variants_fit_a_processor_and_take_their_rows(packing: Packing, dtype: m
             assert (multiplier % 8, loader % 8) == (0, 0)
     for width in (4096, 24576):
         assert isinstance(variant_for(form, 1, width, 4096), Vectors)
-        assert isinstance(variant_for(form, 2, width, 4096), Rows)
+        few = Rows if packing.bits == FEW_BITS else Tiles
+        assert isinstance(variant_for(form, 2, width, 4096), few)
         # Rows that are too long for shared memory.
-        assert isinstance(variant_for(form, 1, width, 1 << 16), Rows)
-        assert isinstance(variant_for(form, 8, width, 4096), Rows)
+        assert isinstance(variant_for(form, 1, width, 1 << 16), few)
+        assert isinstance(variant_for(form, 8, width, 4096), few)
         assert isinstance(variant_for(form, 9, width, 4096), Tiles)
         assert isinstance(variant_for(form, 512, width, 4096), Tiles)
         # Unpacking wide weights pays later, as their products compute SwiGLU.
@@ -264,8 +302,31 @@ def test_variants_fit_a_processor_and_take_their_rows(packing: Packing, dtype: m
     assert split_variant_for(form, 32, 24576, 8192) is None
     assert split_variant_for(form, 32, 4096, 2 * splits.splits * form.scale_span) is not None
     assert split_variant_for(form, 32, 4096, form.scale_span) is None
-    assert split_variant_for(form, 8, 4096, 8192) is None
+    assert split_variant_for(form, 1, 4096, 8192) is None
+    assert (split_variant_for(form, 8, 4096, 8192) is None) == (packing.bits == FEW_BITS)
     assert split_variant_for(form, 513, 4096, 8192) is None
+    # Fewer threadgroups divide a depth that does not suffice for more.
+    splits = split_variant_for(form, 128, 4096, 4 * form.scale_span)
+    assert splits is not None
+    assert splits.splits == 2
+
+
+def test_no_threads_take_registers_unless_the_compiler_knows_how_many_there_are() -> None:
+    """Without their number, ptxas ignores setmaxnreg, and a launch needs too many registers."""
+    require_compiler()
+    shim, calls = TensorShim(), list[str]()
+    kernels = PackedKernels(shim)
+    form = Format(Q8, mx.bfloat16)
+    variants = [each for _, each in kernels.variants_of(form, 4096)]
+    assert any(isinstance(each, Tiles) and each.registers for each in variants)
+    shim.states_threads = False
+    for _, variant in kernels.variants_of(form, 4096):
+        assert not isinstance(variant, Tiles) or variant.registers is None
+    shim.mutate = lambda name, body: calls.append(name.rpartition("_")[0]) or body
+    products = PackedProducts(Q8, 512, "cuda")
+    products.kernels = kernels
+    products(mx.zeros((130, 1, 512), mx.bfloat16), packed(Q8, mx.bfloat16, 24, 512))
+    assert calls == ["packed_unpack"]
 
 
 @pytest.mark.parametrize("shape", [(3, 1), (20, 1), (4, 5), (520, 1)], ids=str)

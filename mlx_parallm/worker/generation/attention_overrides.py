@@ -103,8 +103,8 @@ def block_of_kernels(
 ) -> mx.array | None:
     """Return a block's output, whose residuals and norms are one kernel; None without kernels.
 
-    Products of packed weights compute what is between them for one row, and leave sums of parts to
-    the kernel of residuals for more.
+    Products of packed weights compute what is between them for one row. For more rows, they compute
+    SwiGLU, and leave sums of parts to the kernel of residuals.
     """
     if "_kernels" not in module or module.training or not isinstance(cache, PagedLayerCache):
         return None

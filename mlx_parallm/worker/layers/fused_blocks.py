@@ -33,12 +33,13 @@ from mlx_parallm.worker.layers.product_variants import (
 from mlx_parallm.worker.layers.row_layers import Columns, RowProduct, product_of
 from mlx_parallm.worker.layers.wrapped_calls import class_of
 
-# TRIAL_WIDTH: rows of a trial's weight; half of them are no multiple of a threadgroup's.
-TRIAL_WIDTH = 168
+# TRIAL_WIDTHS: rows of a trial's weights; half of them are no multiple of a threadgroup's, and once
+# an odd number.
+TRIAL_WIDTHS = (168, 166)
 # MAX_FUSED_ERROR is in parts of the largest value: gates and the numbers that they multiply are
 # each rounded, and their product is.
 MAX_FUSED_ERROR = 0.03
-# MAX_ROWS: more rows are multiplied with unpacked weights, and nothing is fused.
+# MAX_ROWS: all weights are unpacked for more rows; weights of few rows are from 513 rows on.
 MAX_ROWS = 1024
 
 
@@ -87,9 +88,9 @@ class Fusion:
 
     def why_not(self) -> str | None:
         """Return why the kernels are not to be used; None if they agree with MLX."""
-        return why_off(self.error, MAX_FUSED_ERROR)
+        return why_off(lambda: max(map(self.error, TRIAL_WIDTHS)), MAX_FUSED_ERROR)
 
-    def error(self, width: int = TRIAL_WIDTH) -> float:
+    def error(self, width: int) -> float:
         """Return the largest difference from MLX's operations, in parts of the largest value.
 
         ``width`` is that of the weight in the trial.
@@ -155,17 +156,22 @@ class FusedBlock:
         return all(fusion.variants() for fusion in self.fusions())
 
     def fusions(self) -> Iterator[Fusion]:
-        """Yield the products with what is computed around them."""
+        """Yield the products of one row with what is computed around them."""
         adds = Around(adds=True)
         for product, around in (
             (self.heads, Around(self.block.input_layernorm.eps)),
             (self.output, adds),
             (self.gates, Around(self.block.post_attention_layernorm.eps, gates=True)),
-            (self.gates, GATES),
             (self.down, adds),
         ):
             assert product.packed is not None, "weights are packed"
             yield Fusion(product.packed, around, self.dtype, sum(product.widths))
+
+    @property
+    def many_gates(self) -> Fusion:
+        """Return the products of gates of more rows with SwiGLU."""
+        assert self.gates.packed is not None, "weights are packed"
+        return Fusion(self.gates.packed, GATES, self.dtype, sum(self.gates.widths))
 
     def columns(self, x: mx.array) -> list[Columns]:
         """Return the queries, keys and values of one row of hidden states, ``[1, 1, hidden]``."""
@@ -188,9 +194,9 @@ class FusedBlock:
 
     def mlp(self, x: mx.array) -> mx.array:
         """Return the MLP of normalised rows, ``[T, 1, hidden]``, or parts of it."""
-        packed, width = self.gates.packed, sum(self.gates.widths)
-        assert packed is not None, "weights are packed"
-        if packed.variant_around(x.dtype, GATES, len(x), width) is None:
+        many = self.many_gates
+        variant = many.packed.variant_around(x.dtype, GATES, len(x), many.width)
+        if variant is None or "_gates" not in self.block:
             return self.down.parts(gated(self.block.mlp, x))
         return self.down.parts(self.gates.around(x, GATES, []))
 
@@ -204,7 +210,7 @@ def use_fused_blocks(model: nn.Module, trials: KernelTrials | None = None) -> in
     trial = (trials or KernelTrials()).of("the kernel of products and what is around them is")
     blocks = [fused for fused in map(_fused, model.modules()) if fused and fused.has_kernels]
     for fused in blocks:
-        for fusion in fused.fusions():
+        for fusion in (*fused.fusions(), fused.many_gates):
             fusion.begin()
     marked = 0
     for fused in blocks:
@@ -214,6 +220,8 @@ def use_fused_blocks(model: nn.Module, trials: KernelTrials | None = None) -> in
         if agrees:
             fused.block["_fuses"] = True
             marked += 1
+            if trial.agree(fused.many_gates.shape, fused.many_gates.why_not):
+                fused.block["_gates"] = True
     return marked
 
 

@@ -22,8 +22,6 @@ from mlx_parallm.worker.layers.product_variants import (
     Rows,
     Tiles,
     Vectors,
-    split_variant_for,
-    variant_for,
 )
 
 # FOUR_BITS, EIGHT_BITS: widths of numbers of which a byte holds two, or one.
@@ -105,7 +103,7 @@ class PackedProducts:
         """
         if self.kernels is None or dtype not in DTYPES:
             return None
-        variant = variant_for(Format(self.packing, dtype), rows, width, self.depth)
+        variant = self.kernels.variant_for(Format(self.packing, dtype), rows, width, self.depth)
         return variant if isinstance(variant, Vectors) or around == GATES else None
 
     def parts(self, x: mx.array, arrays: Sequence[mx.array]) -> mx.array:
@@ -114,13 +112,13 @@ class PackedProducts:
         Threadgroups then divide the depth, because the weight has too few rows for all of them.
         Parts are float32, ``[S, T, 1, N]``, and the product is their sum, rounded.
         """
-        variant = None
-        if self._kernels_for(x.dtype, arrays) is not None:
+        kernels, variant = self._kernels_for(x.dtype, arrays), None
+        if kernels is not None:
             form = Format(self.packing, x.dtype)
-            variant = split_variant_for(form, x.shape[0], len(arrays[0]), self.depth)
-        if variant is None or self.kernels is None:
+            variant = kernels.split_variant_for(form, x.shape[0], len(arrays[0]), self.depth)
+        if variant is None or kernels is None:
             return self(x, arrays)
-        return self.kernels.product(x, arrays, self.packing, variant)
+        return kernels.product(x, arrays, self.packing, variant)
 
     def _product(self, rows: mx.array, arrays: Sequence[mx.array]) -> mx.array:
         variant = self._variant(rows.dtype, len(rows), arrays)
@@ -157,9 +155,10 @@ class PackedProducts:
         self, dtype: mx.Dtype, rows: int, arrays: Sequence[mx.array]
     ) -> Rows | Vectors | Tiles | None:
         """Return the variant of a kernel that multiplies; None if there is none."""
-        if self._kernels_for(dtype, arrays) is None:
+        kernels = self._kernels_for(dtype, arrays)
+        if kernels is None:
             return None
-        return variant_for(Format(self.packing, dtype), rows, len(arrays[0]), self.depth)
+        return kernels.variant_for(Format(self.packing, dtype), rows, len(arrays[0]), self.depth)
 
 
 def suit(scales: mx.Dtype, dtype: mx.Dtype) -> bool:

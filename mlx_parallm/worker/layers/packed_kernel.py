@@ -2,8 +2,8 @@
 
 ``mx.quantized_matmul`` takes longer than the product of plain weights from 8 rows on, and
 ``mx.dequantize`` four times as long as the memory needs. These kernels read a packed weight once
-for up to 128 rows and unpack it in registers, or unpack it for cuBLAS at the memory's speed. See
-``docs/decisions/055-packed-weights-by-rows.md``.
+for up to 256 rows and unpack it in registers, or unpack it for cuBLAS at the memory's speed. See
+``docs/decisions/055-packed-weights-by-rows.md`` and 061.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def kernels_error(
         arrays = mx.quantize(weight, packing.group_size, packing.bits, packing.mode)
         plain = packing.unpacked(arrays, dtype)
         worst = max(worst, largest_error(kernels.unpacked(arrays, packing, dtype), plain))
-        for rows, variant in variants_of(form, depth):
+        for rows, variant in kernels.variants_of(form, depth):
             x = mx.random.normal((rows, 1, depth), dtype, key=mx.random.key(rows))
             actual = kernels.product(x, arrays, packing, variant)
             if isinstance(variant, Tiles) and variant.splits > 1:
@@ -109,25 +109,37 @@ def kernels_error(
     return worst
 
 
-def variants_of(form: Format, depth: int) -> Iterator[tuple[int, Rows | Vectors | Tiles]]:
-    """Yield the variants in use for rows of a length, each with rows that it does not fill."""
-    known: set[Rows | Vectors | Tiles] = set()
-    for width in (MAX_NARROW, MAX_NARROW + 1):
-        for rows in (*ROW_COUNTS, 2 * ROW_COUNTS[-1]):
-            for choose in (variant_for, split_variant_for):
-                variant = choose(form, rows, width, depth)
-                if variant is not None and variant not in known:
-                    known.add(variant)
-                    yield max(1, rows - 1), variant
-
-
 class PackedKernels:
     """The kernels of packed weights; each variant is compiled once."""
 
     def __init__(self, language: KernelLanguage) -> None:
         """Prepare to build kernels in ``language``: CUDA's, or a test's stand-in for it."""
+        self._language = language
         self._builder = KernelBuilder(language, TEXTS, "packed", _argument_dtype)
         self._kernels: dict[tuple[Format, Rows | Vectors | Tiles | None, Around], Kernel] = {}
+
+    def variant_for(
+        self, form: Format, rows: int, width: int, depth: int
+    ) -> Rows | Vectors | Tiles | None:
+        """Return the variant that multiplies, see ``product_variants.variant_for``."""
+        shares = self._language.states_threads
+        return variant_for(form, rows, width, depth, shares_registers=shares)
+
+    def split_variant_for(self, form: Format, rows: int, width: int, depth: int) -> Tiles | None:
+        """Return the variant whose threadgroups divide the depth, see ``product_variants``."""
+        shares = self._language.states_threads
+        return split_variant_for(form, rows, width, depth, shares_registers=shares)
+
+    def variants_of(self, form: Format, depth: int) -> Iterator[tuple[int, Rows | Vectors | Tiles]]:
+        """Yield the variants in use for rows of a length, each with rows that it does not fill."""
+        known: set[Rows | Vectors | Tiles] = set()
+        for width in (MAX_NARROW, MAX_NARROW + 1):
+            for rows in (*ROW_COUNTS, 2 * ROW_COUNTS[-1]):
+                for choose in (self.variant_for, self.split_variant_for):
+                    variant = choose(form, rows, width, depth)
+                    if variant is not None and variant not in known:
+                        known.add(variant)
+                        yield max(1, rows - 1), variant
 
     def product(
         self,
@@ -177,7 +189,7 @@ class PackedKernels:
 
     def begin(self, form: Format, depth: int) -> None:
         """Begin to compile the kernels for rows of a length, in the background if possible."""
-        for variant in (None, *(variant for _, variant in variants_of(form, depth))):
+        for variant in (None, *(variant for _, variant in self.variants_of(form, depth))):
             self.kernel(form, variant)
 
     def kernel(

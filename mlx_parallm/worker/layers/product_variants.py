@@ -14,8 +14,9 @@ from mlx_parallm.worker.layers.packing import MXFP4, WORD_BITS, Packing
 WARP, WARPGROUP = 32, 128
 # PIECE: bytes that are loaded at once.
 PIECE = 16
-# FEW: rows of x for which tensor cores multiply as long as for one.
-FEW = 8
+# FEW: rows of x for which tensor cores multiply as long as for one. FEW_BITS: of numbers for which
+# ``rows.cu`` is faster than ``tiles.cu``.
+FEW, FEW_BITS = 8, 4
 # SLAB: numbers of a row that a warpgroup multiplies at once.
 SLAB = 64
 # PANEL: rows of a weight that tensor cores multiply at once.
@@ -61,7 +62,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A variant of ``rows.cu``: up to ``FEW`` rows of x.
+    """A variant of ``rows.cu``: up to ``FEW`` rows of x, and numbers of ``FEW_BITS`` bits.
 
     Attributes:
         wide: rows of the weight, of a threadgroup.
@@ -89,8 +90,7 @@ class Rows:
 
     def residency(self, form: Format) -> Residency:
         """Return the room that threadgroups take."""
-        bits = form.packing.bits
-        line = self.span * bits // 8 + bits * 4
+        line = self.span * FEW_BITS // 8 + PIECE
         scale_line = self.span // form.packing.group_size * form.scale_bytes + PIECE
         stages = self.stages * self.wide * (line + form.arrays * scale_line)
         sums = self.warps * FEW * (self.wide + 1) * mx.float32.size
@@ -262,11 +262,8 @@ class Tiles:
         return -(-rows // self.rows) * -(-width // self.wide) * self.splits
 
 
-# FEW_ROWS: variants for up to ``FEW`` rows of x, by bits, for narrow weights and for wide ones.
-FEW_ROWS = {
-    4: (Rows(wide=16, warps=8, span=2048, stages=1), Rows(32, 8, 2048, 1)),
-    8: (Rows(16, 8, 1024, 3), Rows(16, 8, 1024, 2)),
-}
+# FEW_ROWS: variants for up to ``FEW`` rows of x and numbers of 4 bits, for narrow and wide weights.
+FEW_ROWS = (Rows(wide=16, warps=8, span=2048, stages=1), Rows(32, 8, 2048, 1))
 # MAX_SHARED: bytes of shared memory of a threadgroup with x; two are on a processor at once.
 MAX_SHARED = 96 << 10
 # MAX_NARROW: a weight of so few rows has few threadgroups, so that these need more warps.
@@ -274,37 +271,41 @@ MAX_NARROW = 8192
 # NARROW_TILES, WIDE_TILES: up to how many rows of x which variant is the fastest on an H200, about
 # equally with all packings. More rows pay for unpacking the weight
 # (docs/decisions/061-loading-warpgroups-for-packed-weights.md).
-# FOR_256_ROWS, FOR_128_ROWS: registers of a thread that multiplies so many rows of x, whose sums are
-# half as many numbers, and of one that loads.
-FOR_256_ROWS, FOR_128_ROWS = (216, 72), (152, 56)
+# FOR_128_SUMS, FOR_64_SUMS: registers of a thread that multiplies and has so many sums, and of one
+# that loads, which gives up the rest.
+FOR_128_SUMS, FOR_64_SUMS = (216, 72), (152, 56)
 NARROW_TILES = (
     (16, Tiles(16, 64, 4, 6)),
     (32, Tiles(32, 64, 4, 6)),
     (64, Tiles(64, 64, 4, 4)),
     (128, Tiles(128, 64, 2, 5)),
-    (256, Tiles(256, 64, 2, 3, registers=FOR_256_ROWS)),
-    (512, Tiles(128, 192, 1, 6, registers=FOR_128_ROWS)),
+    (256, Tiles(256, 64, 2, 3, registers=FOR_128_SUMS)),
+    (512, Tiles(128, 192, 1, 6, registers=FOR_64_SUMS)),
 )
 WIDE_TILES = (
     (16, Tiles(16, 64, 2, 6)),
     (32, Tiles(32, 64, 2, 6, 2)),
     (64, Tiles(64, 192, 1, 6)),
-    (128, Tiles(128, 192, 1, 6, registers=FOR_128_ROWS)),
-    (256, Tiles(256, 64, 2, 3, registers=FOR_256_ROWS)),
-    (1024, Tiles(256, 128, 1, 5, registers=FOR_256_ROWS)),
+    (128, Tiles(128, 192, 1, 6, registers=FOR_64_SUMS)),
+    (256, Tiles(256, 64, 2, 3, registers=FOR_128_SUMS)),
+    (1024, Tiles(256, 128, 1, 5, registers=FOR_128_SUMS)),
 )
-# SPLIT_TILES: the same where threadgroups divide the depth, for weights of up to MAX_NARROW rows.
+# SPLIT_TILES: the same for weights of up to MAX_NARROW rows where threadgroups divide the depth.
+# The first one whose depth suffices is taken.
 SPLIT_TILES = (
     (16, Tiles(16, 64, 4, 6, splits=2)),
     (32, Tiles(32, 64, 4, 6, splits=2)),
     (64, Tiles(64, 64, 2, 6, splits=2)),
     (128, Tiles(128, 128, 1, 7, splits=4)),
-    (256, Tiles(256, 64, 2, 3, splits=2, registers=FOR_256_ROWS)),
-    (512, Tiles(256, 128, 1, 5, splits=2, registers=FOR_256_ROWS)),
+    (128, Tiles(128, 64, 2, 4, splits=2)),
+    (256, Tiles(256, 64, 2, 3, splits=2, registers=FOR_128_SUMS)),
+    (512, Tiles(256, 128, 1, 5, splits=2, registers=FOR_128_SUMS)),
 )
 
 
-def variant_for(form: Format, rows: int, width: int, depth: int) -> Rows | Vectors | Tiles | None:
+def variant_for(
+    form: Format, rows: int, width: int, depth: int, *, shares_registers: bool = True
+) -> Rows | Vectors | Tiles | None:
     """Return the variant that multiplies so many rows of x and of the weight; None to unpack.
 
     Args:
@@ -312,24 +313,30 @@ def variant_for(form: Format, rows: int, width: int, depth: int) -> Rows | Vecto
         rows: of x.
         width: rows of the weight.
         depth: the length of rows.
+        shares_registers: False to leave out variants whose threads take registers of others.
     """
-    packing = form.packing
     vectors = vectors_for(form, rows, depth)
     if vectors is not None:
         return vectors
-    if rows <= FEW:
-        return FEW_ROWS[packing.bits][width > MAX_NARROW]
+    if rows <= FEW and form.packing.bits == FEW_BITS:
+        return FEW_ROWS[width > MAX_NARROW]
     tiles = WIDE_TILES if width > MAX_NARROW else NARROW_TILES
-    return next((variant for limit, variant in tiles if rows <= limit), None)
+    variant = next((variant for limit, variant in tiles if rows <= limit), None)
+    return variant if shares_registers or variant is None or not variant.registers else None
 
 
-def split_variant_for(form: Format, rows: int, width: int, depth: int) -> Tiles | None:
+def split_variant_for(
+    form: Format, rows: int, width: int, depth: int, *, shares_registers: bool = True
+) -> Tiles | None:
     """Return the variant whose threadgroups divide the depth; None if another one is faster."""
-    if width > MAX_NARROW or rows <= FEW:
+    if width > MAX_NARROW or rows == 1 or (rows <= FEW and form.packing.bits == FEW_BITS):
         return None
-    variant = next((variant for limit, variant in SPLIT_TILES if rows <= limit), None)
     spans = depth // form.scale_span
-    return variant if variant is not None and spans >= 2 * variant.splits else None
+    fitting = (
+        variant for limit, variant in SPLIT_TILES if rows <= limit and spans >= 2 * variant.splits
+    )
+    variant = next(fitting, None)
+    return variant if shares_registers or variant is None or not variant.registers else None
 
 
 def vectors_for(form: Format, rows: int, depth: int) -> Vectors | None:

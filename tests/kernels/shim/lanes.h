@@ -41,7 +41,9 @@ constexpr int STACK = 1 << 17;
 
 enum Order { ASCENDING = 0, DESCENDING = 1, SHUFFLED = 2 };
 // What `launch` returns.
-enum Failure { NONE = 0, DEADLOCK = 1, DIVERGED = 2, BAD_FLAGS = 3 };
+enum Failure {
+  NONE = 0, DEADLOCK = 1, DIVERGED = 2, BAD_FLAGS = 3, OUT_OF_BOUNDS = 4, UNPUBLISHED = 5
+};
 
 struct Fiber {
   ucontext_t start;
@@ -145,6 +147,19 @@ static void barrier(int line) {
     at_barrier = 0;
   }
   pause();
+}
+
+// Where the kernel's arrays begin and end.
+static const char* bounds[32][2];
+static int num_arrays;
+
+// Copies read within arrays, which have no guard pages.
+static void check_read(const void* from, int bytes) {
+  const char* at = (const char*)from;
+  for (int i = 0; i < num_arrays; i++) {
+    if (bounds[i][0] <= at && at + bytes <= bounds[i][1]) return;
+  }
+  failure = OUT_OF_BOUNDS;
 }
 
 static uint64_t random_state = 1;

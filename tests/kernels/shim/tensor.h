@@ -66,11 +66,16 @@ struct Fetches {
 };
 static Fetches fetches[shim::MAX_THREADS];
 
+// Called for each piece that has come by a fetch.
+static void (*note_fetched)(Piece* to);
+
 inline void fetch(Piece* to, const Piece* from, bool exists) {
   Fetches& mine = fetches[shim::current];
-  const Fetch one = {to, exists ? *from : Piece{}};
+  if (exists) shim::check_read(from, sizeof(Piece));
+  const Fetch one = {to, exists && !shim::failure ? *from : Piece{}};
   if (shim::running == shim::ASCENDING) {
     *to = one.piece;
+    if (note_fetched) note_fetched(to);
   } else {
     mine.at[mine.count++] = one;
   }
@@ -86,7 +91,10 @@ void await_fetches() {
   Fetches& mine = fetches[shim::current];
   if (mine.groups <= N) return;
   const int groups = mine.groups - N, done = mine.ends[groups - 1];
-  for (int i = 0; i < done; i++) *mine.at[i].to = mine.at[i].piece;
+  for (int i = 0; i < done; i++) {
+    *mine.at[i].to = mine.at[i].piece;
+    if (note_fetched) note_fetched(mine.at[i].to);
+  }
   for (int i = done; i < mine.count; i++) mine.at[i - done] = mine.at[i];
   for (int i = groups; i < mine.groups; i++) mine.ends[i - groups] = mine.ends[i] - done;
   mine.count -= done;

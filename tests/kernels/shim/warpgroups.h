@@ -16,6 +16,21 @@ unsigned multiply_add(unsigned a, unsigned b, unsigned c, T type) {
 
 inline const Piece* columns_at(const Piece* at) { return at; }
 
+// Which pieces of dynamic memory have come by a fetch since the thread published, and whose they are.
+static unsigned short fetched_by[sizeof(dynamic_memory) / sizeof(Piece)];
+struct Fetched {
+  int at[4096], count;
+};
+static Fetched fetched[shim::MAX_THREADS];
+
+inline void note_piece(Piece* to) {
+  Fetched& mine = fetched[shim::current];
+  if (mine.count == 4096) return;
+  fetched_by[to - dynamic_memory] = shim::current + 1;
+  mine.at[mine.count++] = to - dynamic_memory;
+}
+static const bool notes = (note_fetched = note_piece, true);
+
 // Which lane has which rows and columns is PTX's wgmma. A product reads shared memory when its
 // group is awaited.
 struct Product {
@@ -48,6 +63,9 @@ void multiply_now(const Product& product) {
       uintptr_t place = (uintptr_t)product.columns + column / 8 * 1024 + column % 8 * 128;
       place += k / 8 * 16;
       place ^= (place >> 7 & 7) << 4;
+      if (fetched_by[(const Piece*)(place & ~(uintptr_t)15) - dynamic_memory]) {
+        shim::failure = shim::UNPUBLISHED;
+      }
       unsigned short bits;
       memcpy(&bits, (const char*)place + k % 8 * 2, 2);
       const unsigned row = theirs[k / 8][me / 4 * 4 + k % 8 / 2] >> i % 4 / 2 * 32;
@@ -62,7 +80,13 @@ void multiply_tile(float (&sums)[N], const unsigned* rows, const Piece* columns,
   mine.at[mine.count++] = {sums, rows, columns, N, multiply_now<T>};
 }
 
-inline void publish() {}
+inline void publish() {
+  Fetched& mine = fetched[shim::current];
+  for (int i = 0; i < mine.count; i++) {
+    if (fetched_by[mine.at[i]] == shim::current + 1) fetched_by[mine.at[i]] = 0;
+  }
+  mine.count = 0;
+}
 
 inline void begin_tiles() {}
 
@@ -166,6 +190,8 @@ inline void announce(unsigned long long* arrival, int bytes) {
 inline void fetch_line(void* to, const void* from, int bytes, unsigned long long* arrival) {
   Arrival& all = arrivals_of[*arrival];
   if (((uintptr_t)to | (uintptr_t)from | bytes) % 16) shim::failure = shim::DEADLOCK;
+  shim::check_read(from, bytes);
+  if (shim::failure) return;
   all.lines[all.count++] = {(char*)to, (const char*)from, bytes};
   if (shim::running == shim::ASCENDING) memcpy(to, from, bytes);
   if (all.waiting) end_turn(all);

@@ -28,8 +28,7 @@ inline T gated(float gate, float number, T) {
   return T(float(T(x * sigmoid)) * float(T(number)));
 }
 
-// What is added to levels from 0 to 15, and to 16 times such levels, so that they are the last bits
-// of a number; and two ones.
+// What is added to levels from 0 to 15, so that they are the last bits of a number; and two ones.
 template <typename T>
 struct Raised;
 
@@ -37,20 +36,16 @@ template <>
 struct Raised<__nv_bfloat16> {
   static constexpr unsigned BY = 0x43004300u;     // 128
   static constexpr unsigned BACK = 0xc300c300u;   // -128
-  static constexpr unsigned BY_16 = 0x45004500u;  // 2,048
   static constexpr unsigned ONES = 0x3f803f80u;
   static constexpr float SUM = 128.0f;
-  static constexpr float SUM_16 = 2048.0f;
 };
 
 template <>
 struct Raised<__half> {
   static constexpr unsigned BY = 0x64006400u;     // 1,024
   static constexpr unsigned BACK = 0xe400e400u;   // -1,024
-  static constexpr unsigned BY_16 = 0x74007400u;  // 16,384
   static constexpr unsigned ONES = 0x3c003c00u;
   static constexpr float SUM = 1024.0f;
-  static constexpr float SUM_16 = 16384.0f;
 };
 
 // The other bytes of 32,768 + a byte as a float32.

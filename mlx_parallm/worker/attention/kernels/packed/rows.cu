@@ -1,4 +1,5 @@
-// One threadgroup multiplies WIDE rows of a packed weight with up to 8 rows of x, by tensor cores.
+// One threadgroup multiplies WIDE rows of a packed weight, of 4 bits, with up to 8 rows of x, by tensor
+// cores.
 // Lines of the weight's rows come to shared memory in spans of SPAN numbers, STAGES at a time. The
 // warps divide a span into chunks of 128, and their sums are added at the end. A lane has 8
 // neighbouring numbers of two rows of the weight and the same ones of x, in pairs that need few
@@ -7,27 +8,20 @@
 // gates, and half are the numbers that these multiply (SwiGLU).
 #if MXFP4
 using Format = Mxfp4<T>;
-#elif BITS == 4
+#else
 using Format = Affine4<T>;
 constexpr float RAISED = Raised<T>::SUM;
-#else
-using Format = Affine8<T>;
-constexpr float RAISED = Raised<T>::SUM + Raised<T>::SUM_16;
 #endif
 using Scale = Format::Scale;
 constexpr int ARRAYS = Format::ARRAYS;
-constexpr int WORDS = BITS / 4;  // words of 8 numbers
 constexpr int PANELS = WIDE / 16;
 constexpr int OWN = GATE ? WIDE / 2 : WIDE;  // outputs
 constexpr int LINES = WIDE / WARPS;  // that a warp loads
 constexpr int PARTS = GROUP < 128 ? GROUP / 32 : 4;  // of 32 numbers, in a group and a chunk
 // Sizes of a row in bytes; their last bytes make rows begin in different banks.
-constexpr int LINE = SPAN * BITS / 8 + 16 * WORDS;
+constexpr int LINE = SPAN / 2 + 16;
 constexpr int SCALE_LINE = SPAN / GROUP * (int)sizeof(Scale) + 16;
 constexpr int STAGE = WIDE * (LINE + ARRAYS * SCALE_LINE);
-struct alignas(WORDS * 4) Words {
-  unsigned at[WORDS];
-};
 SHARED_PIECES(memory);
 __shared__ unsigned long long arrivals[STAGES];
 const int lane = threadIdx.x % 32;
@@ -45,7 +39,7 @@ const auto fetch_span = [&](int span) {
   char* to = (char*)memory + span % STAGES * STAGE;
   unsigned long long* arrival = &arrivals[span % STAGES];
   const int count = min(SPAN, depth - span * SPAN);
-  const int bytes = count * BITS / 8;
+  const int bytes = count / 2;
   const int scale_bytes = count / GROUP * (int)sizeof(Scale);
   if (threadIdx.x == 0) {
     announce(arrival, WIDE * (bytes + ARRAYS * scale_bytes));
@@ -54,7 +48,7 @@ const auto fetch_span = [&](int span) {
     const int row = warp * LINES + lane;
     const int own = min(first + row % OWN, width - 1) + row / OWN * width;
     const Place from = (Place)own * depth + span * SPAN;
-    fetch_line(to + row * LINE, (const char*)weight + from / 8 * BITS, bytes, arrival);
+    fetch_line(to + row * LINE, (const char*)weight + from / 2, bytes, arrival);
     to += WIDE * LINE + row * SCALE_LINE;
     fetch_line(to, (const Scale*)scales + from / GROUP, scale_bytes, arrival);
 #if !MXFP4
@@ -101,8 +95,8 @@ for (int span = 0; span < spans; span++) {
         unsigned numbers[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const unsigned* halves = &theirs[j].at[BITS == 4 ? i / 2 : i / 2 * 2];
-          numbers[i] = __byte_perm(halves[0], halves[8 / BITS], i % 2 ? 0x7632 : 0x5410);
+          const unsigned* halves = &theirs[j].at[i / 2];
+          numbers[i] = __byte_perm(halves[0], halves[2], i % 2 ? 0x7632 : 0x5410);
         }
 #if !MXFP4
         const unsigned ones[2] = {Raised<T>::ONES, Raised<T>::ONES};
@@ -111,29 +105,22 @@ for (int span = 0; span < spans; span++) {
 #endif
 #pragma unroll
         for (int p = 0; p < PANELS; p++) {
-          unsigned values[WORDS][2][4];
+          unsigned values[2][4];
 #pragma unroll
           for (int h = 0; h < 2; h++) {
             const char* line = stage + (p * 16 + h * 8 + quad) * LINE;
-            const Words words = ((const Words*)line)[(chunk + j * 32) / 8 + at];
+            const unsigned word = ((const unsigned*)line)[(chunk + j * 32) / 8 + at];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
 #if MXFP4
-              values[0][h][i] = Format::two(words.at[0] >> 4 * i);
-#elif BITS == 4
-              values[0][h][i] = (words.at[0] >> 4 * i & mask) | Raised<T>::BY;
+              values[h][i] = Format::two(word >> 4 * i);
 #else
-              const unsigned word = words.at[i / 2] >> i % 2 * 8;
-              values[0][h][i] = (word & mask) | Raised<T>::BY;
-              values[1][h][i] = (word >> 4 & mask) | Raised<T>::BY_16;
+              values[h][i] = (word >> 4 * i & mask) | Raised<T>::BY;
 #endif
             }
           }
-#pragma unroll
-          for (int w = 0; w < WORDS; w++) {
-            multiply(own[p], values[w][0], values[w][1], numbers, T(0.0f));
-            multiply(own[p], values[w][0] + 2, values[w][1] + 2, numbers + 2, T(0.0f));
-          }
+          multiply(own[p], values[0], values[1], numbers, T(0.0f));
+          multiply(own[p], values[0] + 2, values[1] + 2, numbers + 2, T(0.0f));
         }
       }
 #pragma unroll

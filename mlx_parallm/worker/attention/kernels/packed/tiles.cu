@@ -211,6 +211,7 @@ if (thread_index >= MULTIPLIERS) {
       await_tiles<1>();
       // The products of the chunk before are done.
       if (half == 1) {
+        __syncwarp();
         arrive(&rooms[stage_index == 0 ? STAGES - 1 : stage_index - 1], c > 0 && lane == 0);
       }
 #pragma unroll
