@@ -15,7 +15,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 if __name__ == "__main__":
@@ -179,13 +179,16 @@ class PackedCase:
         for fusion, width in itertools.product(self._fusions(), PACKED_WIDTHS):
             yield fusion.error(2 * width)
 
-    def _fusions(self) -> Iterator[Fusion]:
+    def _fusions(self) -> Iterable[Fusion]:
+        """Return what is computed around products of few rows of weights and of many."""
         packed = PackedProducts(self.packing, self.depth, "cuda")
         packed.kernels = self.kernels
-        return (
+        fusions = [
             Fusion(packed, around, self.dtype, 2 * width)
             for around, width in itertools.product(AROUNDS, (PACKED_WIDTHS[0], PACKED_WIDTHS[-1]))
-        )
+        ]
+        # One row has the same kernels for both.
+        return {fusion.shape: fusion for fusion in fusions}.values()
 
 
 def check_copies(language: KernelLanguage) -> int:

@@ -22,6 +22,7 @@ from mlx_parallm.worker.layers.product_variants import (
     Format,
     Rows,
     Tiles,
+    Variant,
     Vectors,
     split_variant_for,
     variant_for,
@@ -49,7 +50,7 @@ def error(
     shim: TensorShim,
     packing: Packing,
     dtype: mx.Dtype,
-    variant: Rows | Vectors | Tiles,
+    variant: Variant,
     rows: int,
     width: int,
     depth: int,
@@ -70,7 +71,7 @@ def error(
     return float(mx.abs(actual - wanted).max() / mx.abs(wanted).max())
 
 
-CASES: tuple[tuple[Rows | Vectors | Tiles, int, int, int], ...] = (
+CASES: tuple[tuple[Variant, int, int, int], ...] = (
     (Rows(wide=32, warps=2, span=1024, stages=2), 3, 40, 3072),  # stages are used again
     (Rows(wide=16, warps=4, span=2048, stages=1), 8, 8, 1024),  # fewer numbers than a span has
     (Tiles(rows=16, wide=64, slabs=1, stages=4), 5, 72, 1024),
@@ -99,7 +100,7 @@ CASES: tuple[tuple[Rows | Vectors | Tiles, int, int, int], ...] = (
 def test_products_are_right(
     packing: Packing,
     dtype: mx.Dtype,
-    variant: Rows | Vectors | Tiles,
+    variant: Variant,
     rows: int,
     width: int,
     depth: int,
@@ -180,7 +181,7 @@ def test_unpacked_weights_are_those_of_mlx(packing: Packing, dtype: mx.Dtype) ->
     assert mx.abs(actual - wanted).max() <= 0.01 * mx.abs(wanted).max()
 
 
-SMALL: dict[str, tuple[Rows | Vectors | Tiles, int, int, int]] = {
+SMALL: dict[str, tuple[Variant, int, int, int]] = {
     "rows": (Rows(wide=16, warps=2, span=512, stages=2), 2, 16, 2560),
     # The last of 16 chunks is in the first of 5 stages, where sums are written too. The weight has
     # fewer rows than a threadgroup takes.

@@ -22,19 +22,12 @@ from mlx_parallm.worker.device.kernel_trial import KernelTrials, largest_error, 
 from mlx_parallm.worker.layers.attention_heads import LAYERS
 from mlx_parallm.worker.layers.block_kernels import BLOCKS, MLPS, gated
 from mlx_parallm.worker.layers.packed import PackedProducts, suit
-from mlx_parallm.worker.layers.product_variants import (
-    GATES,
-    Around,
-    Format,
-    Rows,
-    Tiles,
-    Vectors,
-)
+from mlx_parallm.worker.layers.product_variants import GATES, Around, Format, Variant
 from mlx_parallm.worker.layers.row_layers import Columns, RowProduct, product_of
 from mlx_parallm.worker.layers.wrapped_calls import class_of
 
-# TRIAL_WIDTHS: rows of a trial's weights; half of them are no multiple of a threadgroup's, and once
-# an odd number.
+# TRIAL_WIDTHS: rows of a trial's weights; their halves are no multiples of a threadgroup's, and one
+# is odd.
 TRIAL_WIDTHS = (168, 166)
 # MAX_FUSED_ERROR is in parts of the largest value: gates and the numbers that they multiply are
 # each rounded, and their product is.
@@ -68,9 +61,9 @@ class Fusion:
             *(self.around, tuple(self.variants())),
         )
 
-    def variants(self) -> dict[Rows | Vectors | Tiles, int]:
+    def variants(self) -> dict[Variant, int]:
         """Return the kernels' variants, each with a number of rows that it does not fill."""
-        variants: dict[Rows | Vectors | Tiles, int] = {}
+        variants: dict[Variant, int] = {}
         for rows in (*ROW_COUNTS, 2 * ROW_COUNTS[-1]):
             variant = self.packed.variant_around(self.dtype, self.around, rows, self.width)
             # What one row computes with a norm, others compute with SwiGLU alone.
@@ -195,10 +188,11 @@ class FusedBlock:
     def mlp(self, x: mx.array) -> mx.array:
         """Return the MLP of normalised rows, ``[T, 1, hidden]``, or parts of it."""
         many = self.many_gates
-        variant = many.packed.variant_around(x.dtype, GATES, len(x), many.width)
-        if variant is None or "_gates" not in self.block:
-            return self.down.parts(gated(self.block.mlp, x))
-        return self.down.parts(self.gates.around(x, GATES, []))
+        if "_gates" in self.block and many.packed.variant_around(
+            x.dtype, GATES, len(x), many.width
+        ):
+            return self.down.parts(self.gates.around(x, GATES, []))
+        return self.down.parts(gated(self.block.mlp, x))
 
 
 def use_fused_blocks(model: nn.Module, trials: KernelTrials | None = None) -> int:

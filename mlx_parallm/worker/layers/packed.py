@@ -15,14 +15,7 @@ import mlx.nn as nn
 from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.layers.packed_kernel import DTYPES, PackedKernels, why_not, why_unsupported
 from mlx_parallm.worker.layers.packing import AFFINE, MXFP4, MXFP8, Packing
-from mlx_parallm.worker.layers.product_variants import (
-    GATES,
-    Around,
-    Format,
-    Rows,
-    Tiles,
-    Vectors,
-)
+from mlx_parallm.worker.layers.product_variants import GATES, Around, Format, Variant, Vectors
 
 # FOUR_BITS, EIGHT_BITS: widths of numbers of which a byte holds two, or one.
 FOUR_BITS, EIGHT_BITS = 4, 8
@@ -92,7 +85,7 @@ class PackedProducts:
 
     def variant_around(
         self, dtype: mx.Dtype, around: Around, rows: int, width: int
-    ) -> Rows | Vectors | Tiles | None:
+    ) -> Variant | None:
         """Return the variant that computes what stands around a product; None if there is none.
 
         Args:
@@ -151,9 +144,7 @@ class PackedProducts:
     def _kernels_for(self, dtype: mx.Dtype, arrays: Sequence[mx.array]) -> PackedKernels | None:
         return self.kernels if dtype in DTYPES and suit(arrays[1].dtype, dtype) else None
 
-    def _variant(
-        self, dtype: mx.Dtype, rows: int, arrays: Sequence[mx.array]
-    ) -> Rows | Vectors | Tiles | None:
+    def _variant(self, dtype: mx.Dtype, rows: int, arrays: Sequence[mx.array]) -> Variant | None:
         """Return the variant of a kernel that multiplies; None if there is none."""
         kernels = self._kernels_for(dtype, arrays)
         if kernels is None:

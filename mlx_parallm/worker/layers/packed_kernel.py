@@ -26,8 +26,8 @@ from mlx_parallm.worker.layers.product_variants import (
     SLAB,
     Around,
     Format,
-    Rows,
     Tiles,
+    Variant,
     Vectors,
     split_variant_for,
     variant_for,
@@ -116,23 +116,24 @@ class PackedKernels:
         """Prepare to build kernels in ``language``: CUDA's, or a test's stand-in for it."""
         self._language = language
         self._builder = KernelBuilder(language, TEXTS, "packed", _argument_dtype)
-        self._kernels: dict[tuple[Format, Rows | Vectors | Tiles | None, Around], Kernel] = {}
+        self._kernels: dict[tuple[Format, Variant | None, Around], Kernel] = {}
 
-    def variant_for(
-        self, form: Format, rows: int, width: int, depth: int
-    ) -> Rows | Vectors | Tiles | None:
+    def variant_for(self, form: Format, rows: int, width: int, depth: int) -> Variant | None:
         """Return the variant that multiplies, see ``product_variants.variant_for``."""
-        shares = self._language.states_threads
-        return variant_for(form, rows, width, depth, shares_registers=shares)
+        return self._usable(variant_for(form, rows, width, depth))
 
-    def split_variant_for(self, form: Format, rows: int, width: int, depth: int) -> Tiles | None:
+    def split_variant_for(self, form: Format, rows: int, width: int, depth: int) -> Variant | None:
         """Return the variant whose threadgroups divide the depth, see ``product_variants``."""
-        shares = self._language.states_threads
-        return split_variant_for(form, rows, width, depth, shares_registers=shares)
+        return self._usable(split_variant_for(form, rows, width, depth))
 
-    def variants_of(self, form: Format, depth: int) -> Iterator[tuple[int, Rows | Vectors | Tiles]]:
+    def _usable(self, variant: Variant | None) -> Variant | None:
+        """Return a variant whose threads take registers of others only where they can."""
+        takes = isinstance(variant, Tiles) and variant.registers is not None
+        return None if takes and not self._language.states_threads else variant
+
+    def variants_of(self, form: Format, depth: int) -> Iterator[tuple[int, Variant]]:
         """Yield the variants in use for rows of a length, each with rows that it does not fill."""
-        known: set[Rows | Vectors | Tiles] = set()
+        known: set[Variant] = set()
         for width in (MAX_NARROW, MAX_NARROW + 1):
             for rows in (*ROW_COUNTS, 2 * ROW_COUNTS[-1]):
                 for choose in (self.variant_for, self.split_variant_for):
@@ -146,7 +147,7 @@ class PackedKernels:
         x: mx.array,
         arrays: Sequence[mx.array],
         packing: Packing,
-        variant: Rows | Vectors | Tiles,
+        variant: Variant,
         around: Around = NOTHING,
         others: Sequence[mx.array] = (),
     ) -> mx.array:
@@ -192,18 +193,14 @@ class PackedKernels:
         for variant in (None, *(variant for _, variant in self.variants_of(form, depth))):
             self.kernel(form, variant)
 
-    def kernel(
-        self, form: Format, variant: Rows | Vectors | Tiles | None, around: Around = NOTHING
-    ) -> Kernel:
+    def kernel(self, form: Format, variant: Variant | None, around: Around = NOTHING) -> Kernel:
         """Return a product's kernel, or with None the one that unpacks; it begins to compile."""
         key = (form, variant, around)
         if key not in self._kernels:
             self._kernels[key] = self._build(*key)
         return self._kernels[key]
 
-    def _build(
-        self, form: Format, variant: Rows | Vectors | Tiles | None, around: Around
-    ) -> Kernel:
+    def _build(self, form: Format, variant: Variant | None, around: Around) -> Kernel:
         names = form.packing.names
         if variant is None:
             spec = KernelSpec("packed/unpack.cu", names, ("out",), HEADERS)

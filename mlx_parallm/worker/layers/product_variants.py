@@ -262,18 +262,20 @@ class Tiles:
         return -(-rows // self.rows) * -(-width // self.wide) * self.splits
 
 
+#: ``Variant``: of a kernel that multiplies.
+Variant = Rows | Vectors | Tiles
 # FEW_ROWS: variants for up to ``FEW`` rows of x and numbers of 4 bits, for narrow and wide weights.
 FEW_ROWS = (Rows(wide=16, warps=8, span=2048, stages=1), Rows(32, 8, 2048, 1))
 # MAX_SHARED: bytes of shared memory of a threadgroup with x; two are on a processor at once.
 MAX_SHARED = 96 << 10
 # MAX_NARROW: a weight of so few rows has few threadgroups, so that these need more warps.
 MAX_NARROW = 8192
-# NARROW_TILES, WIDE_TILES: up to how many rows of x which variant is the fastest on an H200, about
-# equally with all packings. More rows pay for unpacking the weight
-# (docs/decisions/061-loading-warpgroups-for-packed-weights.md).
 # FOR_128_SUMS, FOR_64_SUMS: registers of a thread that multiplies and has so many sums, and of one
 # that loads, which gives up the rest.
 FOR_128_SUMS, FOR_64_SUMS = (216, 72), (152, 56)
+# NARROW_TILES, WIDE_TILES: up to how many rows of x which variant is the fastest on an H200, about
+# equally with all packings. More rows pay for unpacking the weight
+# (docs/decisions/061-loading-warpgroups-for-packed-weights.md).
 NARROW_TILES = (
     (16, Tiles(16, 64, 4, 6)),
     (32, Tiles(32, 64, 4, 6)),
@@ -303,9 +305,7 @@ SPLIT_TILES = (
 )
 
 
-def variant_for(
-    form: Format, rows: int, width: int, depth: int, *, shares_registers: bool = True
-) -> Rows | Vectors | Tiles | None:
+def variant_for(form: Format, rows: int, width: int, depth: int) -> Variant | None:
     """Return the variant that multiplies so many rows of x and of the weight; None to unpack.
 
     Args:
@@ -313,7 +313,6 @@ def variant_for(
         rows: of x.
         width: rows of the weight.
         depth: the length of rows.
-        shares_registers: False to leave out variants whose threads take registers of others.
     """
     vectors = vectors_for(form, rows, depth)
     if vectors is not None:
@@ -321,13 +320,10 @@ def variant_for(
     if rows <= FEW and form.packing.bits == FEW_BITS:
         return FEW_ROWS[width > MAX_NARROW]
     tiles = WIDE_TILES if width > MAX_NARROW else NARROW_TILES
-    variant = next((variant for limit, variant in tiles if rows <= limit), None)
-    return variant if shares_registers or variant is None or not variant.registers else None
+    return next((variant for limit, variant in tiles if rows <= limit), None)
 
 
-def split_variant_for(
-    form: Format, rows: int, width: int, depth: int, *, shares_registers: bool = True
-) -> Tiles | None:
+def split_variant_for(form: Format, rows: int, width: int, depth: int) -> Tiles | None:
     """Return the variant whose threadgroups divide the depth; None if another one is faster."""
     if width > MAX_NARROW or rows == 1 or (rows <= FEW and form.packing.bits == FEW_BITS):
         return None
@@ -335,8 +331,7 @@ def split_variant_for(
     fitting = (
         variant for limit, variant in SPLIT_TILES if rows <= limit and spans >= 2 * variant.splits
     )
-    variant = next(fitting, None)
-    return variant if shares_registers or variant is None or not variant.registers else None
+    return next(fitting, None)
 
 
 def vectors_for(form: Format, rows: int, depth: int) -> Vectors | None:

@@ -1,8 +1,7 @@
-// One threadgroup multiplies WIDE rows of a packed weight, of 4 bits, with up to 8 rows of x, by tensor
-// cores.
-// Lines of the weight's rows come to shared memory in spans of SPAN numbers, STAGES at a time. The
-// warps divide a span into chunks of 128, and their sums are added at the end. A lane has 8
-// neighbouring numbers of two rows of the weight and the same ones of x, in pairs that need few
+// One threadgroup multiplies WIDE rows of a packed weight of 4 bits with up to 8 rows of x, by
+// tensor cores. Lines of the weight's rows come to shared memory in spans of SPAN numbers, STAGES at
+// a time. The warps divide a span into chunks of 128, and their sums are added at the end. A lane has
+// 8 neighbouring numbers of two rows of the weight and the same ones of x, in pairs that need few
 // operations to unpack: the order of a sum is free. What groups share is applied to their sums: of
 // numbers raised by RAISED, the sum of x times that is taken away. With GATE, half of the rows are
 // gates, and half are the numbers that these multiply (SwiGLU).
