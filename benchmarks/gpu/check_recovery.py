@@ -29,6 +29,11 @@ TOO_MUCH = 1 << 21
 def main() -> int:
     if mx.default_device().type == mx.DeviceType.cpu:
         sys.exit("there is no GPU, and MLX would end this process where the host has no memory")
+    return verdict()
+
+
+def verdict() -> int:
+    """Return 0 if all is as it should be, else 1, having printed what happened."""
     model = random_model("0.6B", bits=None, dtype=mx.bfloat16)
     prompts = random_prompts(model, LENGTHS)
     with engine_for(model, max_num_seqs=8, max_model_len=1024) as (engine, _):

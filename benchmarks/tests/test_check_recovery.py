@@ -27,6 +27,12 @@ def fail_once(bench: BenchEngine) -> None:
     path.logits = starved
 
 
+@pytest.mark.skipif(mx.default_device().type != mx.DeviceType.cpu, reason="there is a GPU")
+def test_it_refuses_to_starve_a_host() -> None:
+    with pytest.raises(SystemExit, match="no GPU"):
+        check_recovery.main()
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_device_that_is_wrongly_taken_for_lost_fails_the_check(
     monkeypatch: pytest.MonkeyPatch, is_lost: bool
@@ -36,4 +42,4 @@ def test_a_device_that_is_wrongly_taken_for_lost_fails_the_check(
     monkeypatch.setattr(check_recovery, "starve", fail_once)
     if is_lost:
         monkeypatch.setattr(faults, "why_lost", lambda: RuntimeError("no answer"))
-    assert check_recovery.main() == is_lost
+    assert check_recovery.verdict() == is_lost
