@@ -20,6 +20,7 @@ import mlx.core as mx
 from benchmarks.gpu.step_profile import profiler
 from mlx_parallm.kernels.language import CudaLanguage
 from mlx_parallm.process_setup.device_process import set_mlx_variables
+from mlx_parallm.worker.layers.packed import PackedProducts
 from mlx_parallm.worker.layers.packed_kernel import PackedKernels
 from mlx_parallm.worker.layers.packing import MXFP4, Packing
 from mlx_parallm.worker.layers.product_variants import Format
@@ -88,10 +89,11 @@ def layer_times(
     }
     for column, packing in PACKINGS.items():
         packed = [mx.quantize(w, packing.group_size, packing.bits, packing.mode) for w in plain]
+        products = PackedProducts(packing, weight.depth, "cuda")
+        products.kernels = kernels
+        multiply = products.parts if weight.is_added else products
         times[column] = {
-            rows: device_us(
-                record, [partial(_product, kernels, packing, weight, x, each) for each in packed]
-            )
+            rows: device_us(record, [partial(multiply, x, each) for each in packed])
             for rows, x in inputs.items()
         }
     return times
@@ -114,22 +116,6 @@ def device_us(record: Record, products: Sequence[Callable[[], mx.array]]) -> flo
 
 def _plain(x: mx.array, weight: mx.array) -> mx.array:
     return x[:, 0] @ weight.T
-
-
-def _product(
-    kernels: PackedKernels,
-    packing: Packing,
-    weight: Weight,
-    x: mx.array,
-    arrays: Sequence[mx.array],
-) -> mx.array:
-    """Return a product, or parts of it, as a layer computes it; it unpacks for many rows."""
-    form, shape = Format(packing, DTYPE), (len(x), weight.width, weight.depth)
-    variant = kernels.split_variant_for(form, *shape) if weight.is_added else None
-    variant = variant or kernels.variant_for(form, *shape)
-    if variant is None:
-        return _plain(x, kernels.unpacked(arrays, packing, DTYPE))
-    return kernels.product(x, arrays, packing, variant)
 
 
 def print_table(times: dict[str, dict[str, dict[int, float]]], row_counts: Sequence[int]) -> None:
