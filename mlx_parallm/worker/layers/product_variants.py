@@ -317,7 +317,7 @@ def variant_for(form: Format, rows: int, width: int, depth: int) -> Variant | No
     vectors = vectors_for(form, rows, depth)
     if vectors is not None:
         return vectors
-    if rows <= FEW and form.packing.bits == FEW_BITS:
+    if _are_few(form, rows):
         return FEW_ROWS[width > MAX_NARROW]
     tiles = WIDE_TILES if width > MAX_NARROW else NARROW_TILES
     return next((variant for limit, variant in tiles if rows <= limit), None)
@@ -325,13 +325,18 @@ def variant_for(form: Format, rows: int, width: int, depth: int) -> Variant | No
 
 def split_variant_for(form: Format, rows: int, width: int, depth: int) -> Tiles | None:
     """Return the variant whose threadgroups divide the depth; None if another one is faster."""
-    if width > MAX_NARROW or rows == 1 or (rows <= FEW and form.packing.bits == FEW_BITS):
+    if width > MAX_NARROW or rows == 1 or _are_few(form, rows):
         return None
     spans = depth // form.scale_span
     fitting = (
         variant for limit, variant in SPLIT_TILES if rows <= limit and spans >= 2 * variant.splits
     )
     return next(fitting, None)
+
+
+def _are_few(form: Format, rows: int) -> bool:
+    """True if ``rows.cu`` is the fastest for so many rows of x, unless these are one."""
+    return rows <= FEW and form.packing.bits == FEW_BITS
 
 
 def vectors_for(form: Format, rows: int, depth: int) -> Vectors | None:
