@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 import httpx2
+from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_parallm.api.http.listener import bind
 from mlx_parallm.peers.child_process import ChildProcess
@@ -155,6 +156,17 @@ class ServerProcess:
         samples = re.findall(rf"^{re.escape(name)}({{[^}}]*}})? (\S+)$", text, re.MULTILINE)
         assert samples, f"no metric {name}"
         return sum(float(value) for labels, value in samples if labels == samples[0][0])
+
+    def metric_by_engine(self, name: str) -> list[float]:
+        """Return the values of a metric, by the ranks of the engines."""
+        families = text_string_to_metric_families(httpx2.get(f"{self.url}/metrics").text)
+        samples = {
+            int(sample.labels["engine"]): sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name
+        }
+        return [samples[rank] for rank in range(len(samples))]
 
     def stop(self, how: int = signal.SIGTERM) -> int:
         """Send a signal and return the exit code."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server_process import ServerProcess
 
@@ -26,14 +25,7 @@ def ask(server: ServerProcess, rank: int) -> int:
 
 def by_engine(server: ServerProcess, name: str) -> list[float]:
     """Return the values of a metric of the disk."""
-    text = httpx2.get(f"{server.url}/metrics", timeout=None).text
-    samples = {
-        sample.labels["engine"]: sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == f"mlx_parallm:kv_tier_{name}"
-    }
-    return [samples[rank] for rank in ("0", "1")]
+    return server.metric_by_engine(f"mlx_parallm:kv_tier_{name}")
 
 
 def wait_for(server: ServerProcess, name: str, least: list[float]) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import signal
-import time
 import uuid
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +13,7 @@ import httpx2
 import pytest
 
 from tests.hybrid_folder import write_hybrid
+from tests.kv_folders import know_weights, num_entries, wait_until_saved
 from tests.server_process import ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_engine]
@@ -36,19 +35,10 @@ def serving(
     )
     try:
         server.wait_until_ready()
-        know_weights(server)
+        know_weights(server, lambda _: ask(server, SYSTEM[:300], cache_salt=uuid.uuid4().hex))
         yield server
     finally:
         server.stop(ends_by)
-
-
-def know_weights(server: ServerProcess) -> None:
-    """Wait until a thread has hashed the weights: before that, nothing is saved or found."""
-    num_before = server.metric("mlx_parallm:kv_tier_blocks")
-    while True:
-        ask(server, SYSTEM[:300], cache_salt=uuid.uuid4().hex)
-        if server.metric("mlx_parallm:kv_tier_blocks") > num_before:
-            return
 
 
 def ask(server: ServerProcess, prompt: str, **fields: Any) -> tuple[str, list[float], int]:
@@ -59,26 +49,6 @@ def ask(server: ServerProcess, prompt: str, **fields: Any) -> tuple[str, list[fl
     (choice,) = answer.json()["choices"]
     cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     return choice["text"], choice["logprobs"]["token_logprobs"], cached
-
-
-def wait_until_saved(server: ServerProcess, disk: Path) -> None:
-    """Wait until all that the store has, and is to get, is in files."""
-    while server.metric("mlx_parallm:kv_unsaved_blocks"):
-        time.sleep(0.05)
-    while server.metric("mlx_parallm:kv_tier_blocks") not in entries_of(disk).values():
-        time.sleep(0.05)
-
-
-def entries_of(disk: Path) -> Counter[str]:
-    """Return how many blocks and states files have, by what wrote them."""
-    counts = Counter[str]()
-    for path in disk.glob("*/*.kv1"):
-        counts[path.name.partition("-")[0]] += num_entries(path)
-    return counts
-
-
-def num_entries(path: Path) -> int:
-    return int.from_bytes(path.read_bytes()[12:16], "little")
 
 
 def place(prompt: str) -> int:
