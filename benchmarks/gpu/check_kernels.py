@@ -367,9 +367,10 @@ def tunings(start: Tuning) -> Iterator[Tuning]:
 def main() -> int:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only-errors", action="store_true", help="no times")
-    parser.add_argument("--only-packed", action="store_true", help="errors of packed weights alone")
-    parser.add_argument("--only-times", action="store_true", help="no errors")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--only-errors", action="store_true", help="no times")
+    parts.add_argument("--only-packed", action="store_true", help="errors of packed weights alone")
+    parts.add_argument("--only-times", action="store_true", help="no errors")
     parser.add_argument("--tune", action="store_true", help="times of other divisions as well")
     options = parser.parse_args()
     language = MetalLanguage() if mx.metal.is_available() else CudaLanguage()
