@@ -1,10 +1,9 @@
-"""Servers with `--kv-disk`: when they read and write it, and what they leave in its folder."""
+"""The folder of `--kv-disk` as servers leave it."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,18 +15,6 @@ from mlx_parallm.generation.kv_cache.disk.format import (
     unpack_header,
 )
 from tests.server_process import ServerProcess
-
-WRITTEN = "mlx_parallm:kv_tier_written_blocks_total"
-
-
-def know_weights(server: ServerProcess, ask: Callable[[int], object]) -> None:
-    """Wait until a thread has hashed the weights: before that, nothing is saved or found.
-
-    ``ask`` is called with the rank of an engine, which it asks for what no other request asks for.
-    """
-    for rank in range(len(server.metric_by_engine(WRITTEN))):
-        while not server.metric_by_engine(WRITTEN)[rank]:
-            ask(rank)
 
 
 def wait_until_saved(server: ServerProcess, disk: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
+from tests.hub_cache import hub_copy
 from tests.server_process import ServerProcess
 
 PROMPT = "\n".join(f"line {number} of a long prompt" for number in range(60))
@@ -35,8 +37,9 @@ def wait_for(server: ServerProcess, name: str, least: list[float]) -> None:
 
 @pytest.mark.slow
 def test_an_engine_reads_what_another_one_wrote_also_after_a_restart(tmp_path: Path) -> None:
+    folder, disk = hub_copy(DEMO_FOLDER, tmp_path / "hub"), tmp_path / "kv"
     for is_restarted in (False, True):
-        server = ServerProcess("--kv-disk", str(tmp_path / "kv"), *FLAGS)
+        server = ServerProcess("--model", str(folder), "--kv-disk", str(disk), *FLAGS)
         try:
             server.wait_until_ready()
             first = ask(server, 0)
@@ -52,4 +55,4 @@ def test_an_engine_reads_what_another_one_wrote_also_after_a_restart(tmp_path: P
             assert by_engine(server, "off") == [0, 0]
         finally:
             server.stop()
-    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+    assert disk.stat().st_mode & 0o777 == 0o700

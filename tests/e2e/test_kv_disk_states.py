@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.hub_cache import hub_copy
 from tests.hybrid_folder import write_hybrid
-from tests.kv_folders import know_weights, num_entries, wait_until_saved
+from tests.kv_folders import num_entries, wait_until_saved
 from tests.server_process import ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_engine]
@@ -35,7 +35,6 @@ def serving(
     )
     try:
         server.wait_until_ready()
-        know_weights(server, lambda _: ask(server, SYSTEM[:300], cache_salt=uuid.uuid4().hex))
         yield server
     finally:
         server.stop(ends_by)
@@ -58,7 +57,8 @@ def place(prompt: str) -> int:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_server_finds_the_chats_of_one_that_was_killed(architecture: str, tmp_path: Path) -> None:
-    model, disk = write_hybrid(tmp_path / "model", architecture), tmp_path / "kv"
+    model = hub_copy(write_hybrid(tmp_path / "model", architecture), tmp_path / "hub")
+    disk = tmp_path / "kv"
     flags = ("--dtype", "float32")
     prompt, last = "", 0
     for turn in TURNS:
@@ -81,7 +81,8 @@ def states_of(disk: Path) -> list[Path]:
 
 
 def test_what_is_damaged_or_of_another_layout_is_computed(tmp_path: Path) -> None:
-    model, disk = write_hybrid(tmp_path / "model"), tmp_path / "kv"
+    model = hub_copy(write_hybrid(tmp_path / "model"), tmp_path / "hub")
+    disk = tmp_path / "kv"
     prompt = TURNS[0]
     with serving(model, disk, "--dtype", "float32") as server:
         wanted = ask(server, prompt)

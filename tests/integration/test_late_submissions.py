@@ -128,7 +128,7 @@ def test_states_and_sources(
         cache = CacheConfig(kv_cache_bytes=3 << 20, block_size=4, kv_disk=tmp_path / "kv")
         run = BusyRun(ahead=True, cache=cache, generator=write_hybrid(tmp_path / "hybrid"))
         run.fill(90, 100, 90)
-        run.generator.close()
+        run.close()
     else:
         folder = make_seq2seq(tmp_path / "t5", "tiny-t5")
         run = BusyRun(ahead=True, cache=SOURCE_POOL, generator=folder, is_alone=True)

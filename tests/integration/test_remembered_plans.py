@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from mlx_parallm.worker.generation import row_selection
 from mlx_parallm.worker.generation.load import path_choice, proposal_check, remembered
 from mlx_parallm.worker.worker import Worker
 from tests.fake_ranks import fake_ranks
+from tests.hub_cache import hub_copy
 from tests.hybrid_folder import write_hybrid
 
 NUM_BLOCKS = 64
@@ -46,20 +46,6 @@ def checks_fixture(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(module, name, counted)
     return checks
-
-
-def hub_copy(folder: Path, target: Path) -> Path:
-    """Return a copy as a hub cache has it, whose content is known without hashing."""
-    repository = target / "models--org--name"
-    blobs, snapshot = repository / "blobs", repository / "snapshots" / "1"
-    for path in (blobs, snapshot):
-        path.mkdir(parents=True)
-    for path in folder.iterdir():
-        content = path.read_bytes()
-        blob = blobs / sha256(content).hexdigest()
-        blob.write_bytes(content)
-        (snapshot / path.name).symlink_to(blob)
-    return snapshot
 
 
 def qwen(folder: Path) -> Path:

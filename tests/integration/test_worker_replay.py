@@ -122,6 +122,11 @@ class BusyRun:
         self.is_woken = threading.Event()
         self.generator.wake_by(self.is_woken.set)
 
+    def close(self) -> None:
+        """End all models' stores."""
+        for engine in self.engines.values():
+            engine.close()
+
     def ask(self, name: str, length: int, *, adapter: str | None = None, **params: Any) -> None:
         """Queue a request with a prompt of this length."""
         prompt = tuple(50 + (7 * i + length) % 200 for i in range(length))
@@ -415,7 +420,7 @@ def test_moves_between_a_pool_and_a_store_are_replayed(
     for _ in range(2):
         # Each prompt takes half of the pool.
         run.fill(90, 100, 110)
-    run.generator.close()
+    run.close()
     records = run.worker.records
     ops = [pickle.loads(record.op) for record in records if isinstance(record, Begun)]
     num_read = sum(len(op.blocks) for op in ops if isinstance(op, ReadBlocks))
@@ -439,7 +444,7 @@ def test_moves_of_states_are_replayed(
         run.fill(90, 100, 110)
         run.generator._save_all()
         run.generator._scheduler.reset_prefix_cache(reset_running=False)
-    run.generator.close()
+    run.close()
     records = run.worker.records
     ops = [pickle.loads(record.op) for record in records if isinstance(record, Begun)]
     assert sum(len(op.slots) for op in ops if isinstance(op, ReadStates)) >= 3
