@@ -27,16 +27,21 @@ def wait_until_saved(server: ServerProcess, disk: Path) -> None:
 
 def num_entries(path: Path) -> int:
     """Return how many blocks and states a file has."""
-    return int.from_bytes(path.read_bytes()[12:16], "little")
+    return len(_contents(path))
 
 
 def _counts(disk: Path) -> set[int]:
     """Return how many blocks and states are in the files of each owner."""
     contents = defaultdict[str, set[bytes]](set)
     for path in disk.glob("*/*.kv1"):
-        raw, owner = path.read_bytes(), owner_of(path.name)
         # A file that a test has damaged is there until a server removes it.
         with suppress(BadFileError):
-            packed = raw[: header_size(raw[:FIXED_BYTES])]
-            contents[owner] |= set(unpack_header(packed, owner, len(raw)).contents())
+            contents[owner_of(path.name)] |= set(_contents(path))
     return {len(each) for each in contents.values()}
+
+
+def _contents(path: Path) -> list[bytes]:
+    """Return the contents of a file; raise BadFileError if it is damaged."""
+    raw = path.read_bytes()
+    packed = raw[: header_size(raw[:FIXED_BYTES])]
+    return unpack_header(packed, owner_of(path.name), len(raw)).contents()

@@ -166,6 +166,7 @@ class ServerProcess:
             for sample in family.samples
             if sample.name == name
         }
+        assert samples, f"no metric {name}"
         return [samples[rank] for rank in range(len(samples))]
 
     def stop(self, how: int = signal.SIGTERM) -> int:
