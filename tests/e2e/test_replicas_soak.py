@@ -1,6 +1,6 @@
 """Three servers that share changes and KV, of which one is killed and started again each minute.
 
-``MLX_PARALLM_TEST_SOAK_MINUTES`` says how many; the least is 3. One client sends the load, a
+``MLX_PARALLM_TEST_SOAK_MINUTES`` says how many; the least is 4. One client sends the load, a
 request at a time, and each minute ends with the first of its rounds that the clock has passed: what
 is checked does not depend on how much the machine did in it.
 """
@@ -37,9 +37,10 @@ MINUTE_S = 60.0
 SURVIVOR, KILLED = 0, (1, 2)
 FLAGS = ("--max-num-seqs", "8", "--max-model-len", "2048", "--kv-serve", "--max-loras", "4")
 PREFILL = ("--prefill-peer", "{peer}", "--prefill-min-tokens", "512")
-#: MOST_MORE: bounds of what a survivor may have more at the end than after the first two minutes,
-#: in which allocators fill. A leak of each change is larger: a minute has dozens.
-MOST_MORE = {"megabytes": 24.0, "descriptors": 8.0, "threads": 4.0, "files": 0.0, "adapters": 0.0}
+#: MOST_MORE: bounds of what a survivor may have more after both of the last two minutes than after
+#: the first two, in which allocators fill. Memory goes up and down by 30 megabytes, as long prompts
+#: come and go; a leak of each change is larger, because a minute has dozens.
+MOST_MORE = {"megabytes": 32.0, "descriptors": 8.0, "threads": 4.0, "files": 0.0, "adapters": 0.0}
 #: RANK: of an adapter of half a megabyte, of which many cannot be overlooked.
 RANK = 16
 STREAM_TOKENS = 600
@@ -230,13 +231,16 @@ def soak(tmp_path: Path) -> Iterator[Soak]:
 
 
 def test_kills_each_minute_leave_nothing_behind(soak: Soak) -> None:
-    assert MINUTES >= 3, "the last minute is compared with the first two"
+    assert MINUTES >= 4, "the last two minutes are compared with the first two"
     facts: list[dict[str, float]] = []
     for minute in range(MINUTES):
         soak.minute(KILLED[minute % len(KILLED)])
         facts.append(soak.facts())
     print(soak.ends, *facts, sep="\n")  # noqa: T201
-    more = {name: last - max(each[name] for each in facts[:2]) for name, last in facts[-1].items()}
+    more = {
+        name: min(each[name] for each in facts[-2:]) - max(each[name] for each in facts[:2])
+        for name in MOST_MORE
+    }
     assert all(more[name] <= most for name, most in MOST_MORE.items()), facts
     assert facts[-1]["staged"] == 0
     # How many were worth it depends on the machine.
