@@ -15,7 +15,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 if __name__ == "__main__":
@@ -25,18 +25,13 @@ if __name__ == "__main__":
 import mlx.core as mx
 import numpy as np
 
+from benchmarks.gpu.check_packed import check_chains, check_packed
 from mlx_parallm.kernels.language import CudaLanguage, KernelLanguage, MetalLanguage, Tuning
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import LayerShape
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from mlx_parallm.worker.attention.reference import ReferenceAttention
-from mlx_parallm.worker.layers.fused_blocks import MAX_FUSED_ERROR, Fusion
-from mlx_parallm.worker.layers.packed import PackedProducts
-from mlx_parallm.worker.layers.packed_kernel import PackedKernels, kernels_error
-from mlx_parallm.worker.layers.packed_kernel import why_not as why_not_packed
-from mlx_parallm.worker.layers.packing import MXFP4, Packing
-from mlx_parallm.worker.layers.product_variants import GATES, Around, Format
 from tests.builders.kernel_cases import TOLERANCES, Case, Trial
 
 BLOCK_SIZE = 16
@@ -51,13 +46,6 @@ MAX_POOL_BYTES = 24 << 30
 REPEATS = 10
 
 
-# PACKED_DEPTHS: lengths of rows; more and less than what threadgroups load at once.
-PACKED_DEPTHS = (1024, 4096, 12288)
-#: ``PACKED_WIDTHS``: rows of weights, fewer and more than all threadgroups take at once. With an
-#: odd number, rows of outputs begin within a word.
-PACKED_WIDTHS = (40, 201, 4097, 12290)
-#: ``AROUNDS``: what is computed around products.
-AROUNDS = (Around(1e-6), Around(1e-6, gates=True), Around(adds=True), GATES)
 #: ``ROWS``: decode rows of very different lengths and a few tokens of one sequence.
 ROWS = ((300, 1), (1000, 1), (4, 7), (0, 1), (2047, 1))
 MIXED = ((200, 1), (0, 33), (700, 1), (64, 100), (9, 3))
@@ -127,68 +115,7 @@ def check(language: KernelLanguage, tuning: Tuning | None = None) -> int:
         verdict = "ok  " if is_right else "FAIL"
         print(f"{verdict} {error:.1e} (reference {beside}) {seconds:5.1f} s  {case}", flush=True)
     failed += check_copies(language) + check_moves(language) + check_packed(language)
-    return failed + check_order(language)
-
-
-def check_packed(language: KernelLanguage) -> int:
-    """Compare the kernels of packed weights with MLX, and return the number of failures."""
-    if not language.has_tensor_cores:
-        return 0
-    failed = 0
-    packings = [Packing(bits, size) for bits in (4, 8) for size in (32, 64, 128)]
-    cases = [
-        PackedCase(packing, dtype, depth, PackedKernels(language))
-        for packing, depth in itertools.product((*packings, Packing(4, 32, MXFP4)), PACKED_DEPTHS)
-        for dtype in ((mx.bfloat16,) if packing.mode == MXFP4 else (mx.bfloat16, mx.float16))
-    ]
-    for case in cases:
-        case.begin()
-    for case in cases:
-        reason = case.why_not()
-        failed += reason is not None
-        print(f"{reason or 'ok'}  {case.packing}, {case.dtype}, rows of {case.depth}", flush=True)
-    return failed
-
-
-@dataclass(frozen=True)
-class PackedCase:
-    """Weights of a packing with rows of a length, and the kernels that multiply them."""
-
-    packing: Packing
-    dtype: mx.Dtype
-    depth: int
-    kernels: PackedKernels
-
-    def begin(self) -> None:
-        """Begin to compile the kernels, all at the same time."""
-        self.kernels.begin(Format(self.packing, self.dtype), self.depth)
-        for fusion in self._fusions():
-            fusion.begin()
-
-    def why_not(self) -> str | None:
-        """Return what is wrong; None if all kernels agree with MLX."""
-        reason = why_not_packed(self.kernels, self.packing, self.dtype, self.depth)
-        if reason is not None:
-            return reason
-        error = max(self._errors())
-        return None if error <= MAX_FUSED_ERROR else f"error of {error:.4f}"
-
-    def _errors(self) -> Iterator[float]:
-        """Yield the errors of products of other widths than a load tries, alone and fused."""
-        yield kernels_error(self.kernels, self.packing, self.dtype, self.depth, PACKED_WIDTHS)
-        for fusion, width in itertools.product(self._fusions(), PACKED_WIDTHS):
-            yield fusion.error(2 * width)
-
-    def _fusions(self) -> Iterable[Fusion]:
-        """Return what is computed around products of few rows of weights and of many."""
-        packed = PackedProducts(self.packing, self.depth, "cuda")
-        packed.kernels = self.kernels
-        fusions = [
-            Fusion(packed, around, self.dtype, 2 * width)
-            for around, width in itertools.product(AROUNDS, (PACKED_WIDTHS[0], PACKED_WIDTHS[-1]))
-        ]
-        # One row has the same kernels for both.
-        return {fusion.shape: fusion for fusion in fusions}.values()
+    return failed + check_chains(language) + check_order(language)
 
 
 def check_copies(language: KernelLanguage) -> int:
@@ -376,7 +303,7 @@ def main() -> int:
     language = MetalLanguage() if mx.metal.is_available() else CudaLanguage()
     print(f"{language.name}, mlx {getattr(mx, '__version__', '?')}, {mx.device_info()}", flush=True)
     if options.only_packed:
-        failed = check_packed(language)
+        failed = check_packed(language) + check_chains(language)
     else:
         failed = 0 if options.only_times else check(language)
     if not (options.only_errors or options.only_packed):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from types import MappingProxyType
@@ -31,6 +31,7 @@ SWITCHES = (
     *("BITS", "SPLIT", "SINKS", "BIAS", "SOFT_CAP", "WINDOW", "OUTPUTS", "EXPERTS"),
     *("FROM_POOL", "TO_POOL", "NORM", "FREQUENCIES", "MXFP4"),
     *("GATE", "RESIDUAL", "SPLITS", "IN_PARTS", "REGISTERS"),
+    *("LINK", "LAST", "COUNTS"),
 )
 
 
@@ -54,6 +55,27 @@ class KernelSpec:
     def name(self) -> str:
         """Return the text's name without folder and suffix."""
         return PurePath(self.text).stem
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of several places of a text in a kernel.
+
+    Attributes:
+        condition: decides which threadgroups run the text.
+        lines: stand before the text; they name the kernel's arguments as the text does.
+        constants: of the text.
+    """
+
+    condition: str
+    lines: str
+    constants: Mapping[str, Constant]
+
+    def scope(self, text: str) -> str:
+        """Return the text in a scope of its own."""
+        undefined = "".join(f"#undef {name}\n" for name in self.constants if name in SWITCHES)
+        ahead = undefined + _constants(self.constants)
+        return f"{self.condition}\n{{\n{ahead}{self.lines}{text}}}\n"
 
 
 class KernelBuilder:
@@ -81,14 +103,22 @@ class KernelBuilder:
         key = (spec, tuple(constants.items()))
         kernel = self._made.get(key)
         if kernel is None:
-            kernel = self._made[key] = self._make(spec, constants)
+            body = _constants(constants) + self._text(spec.text)
+            kernel = self._made[key] = self._make(spec, body, constants)
         return kernel
 
-    def _make(self, spec: KernelSpec, constants: Mapping[str, Constant]) -> Kernel:
-        ahead = _constants(constants)
-        name = f"{self._prefix}_{spec.name}_{zlib.crc32(ahead.encode()):08x}"
+    def joined(self, spec: KernelSpec, parts: Sequence[Part]) -> Kernel:
+        """Return a new kernel that has the spec's text once for each part.
+
+        Arguments have the dtypes that the first part's constants say.
+        """
+        text = self._text(spec.text)
+        body = "".join(part.scope(text) for part in parts)
+        return self._make(spec, body, parts[0].constants)
+
+    def _make(self, spec: KernelSpec, body: str, constants: Mapping[str, Constant]) -> Kernel:
+        name = f"{self._prefix}_{spec.name}_{zlib.crc32(body.encode()):08x}"
         header = self._language.words + "".join(map(self._text, spec.headers))
-        body = ahead + self._text(spec.text)
         text = KernelText(
             name, spec.inputs, spec.outputs, body, header, spec.strided, spec.residency
         )

@@ -37,7 +37,10 @@ FAILURES = {
     3: "bad barrier flags",
     4: "read out of bounds",
     5: "products read what is not published",
+    6: "threadgroups wait for each other",
 }
+# AWAITED: an input of kernels whose threadgroups wait for others.
+AWAITED = "arrivals_pool"
 MAX_NDIM = 10
 ALIGNMENT = 256
 GUARD = 4096
@@ -74,11 +77,13 @@ extern "C" int launch(
   launch_threads = threads;
   shim::failure = 0;
   shim::thread_body = launch_lane;
-  for (launch_group = 0; launch_group * threads < grid && !shim::failure; launch_group++) {{
+  const auto run = [&](unsigned group) {{
+    launch_group = group;
     const unsigned left = grid - launch_group * threads;
     {begin}
     shim::run_threadgroup({whole} || left > threads ? threads : left, (shim::Order)o);
-  }}
+  }};
+  shim::{run_grid}((grid + threads - 1) / threads, run);
   return shim::failure;
 }}
 """
@@ -215,6 +220,7 @@ class Shim:
             arguments=", ".join(argument for _, argument in signature),
             begin=self.begin,
             whole=int(self.whole),
+            run_grid="run_waiting" if AWAITED in text.input_names else "run_in_order",
         )
 
     def signature(
@@ -260,7 +266,7 @@ class CudaShim(Shim):
     strides_parameter = "const Strides"
     strides_argument = "*(const Strides*)(launch_strides + {})"
     whole = True
-    begin = "blockIdx = {launch_group, 0, 0};"
+    begin = "blockIdx = {launch_group, 0, 0}, gridDim = {(grid + threads - 1) / threads, 1, 1};"
 
 
 class MetalShim(Shim):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
 import mlx.core as mx
@@ -21,8 +22,8 @@ class TensorShim(CudaShim):
 
     def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Any:
         header = text.header
-        for name in ("tensor", "warpgroups"):
-            real = kernel_text(TEXTS / "tensor_cores" / f"{name}.cu")
-            shim = (SHIM / f"{name}.h").read_text().replace("#pragma once", "")
+        for name in ("tensor_cores/tensor", "tensor_cores/warpgroups", "packed/order"):
+            real = kernel_text(TEXTS / f"{name}.cu")
+            shim = (SHIM / f"{PurePath(name).name}.h").read_text().replace("#pragma once", "")
             header = header.replace(real, shim)
         return super().make(replace(text, header=header), dtypes)

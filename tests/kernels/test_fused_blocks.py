@@ -97,11 +97,18 @@ def packed_model(
     model = stock_model(config_of(name) | SIZES | dict(sizes))
     model.set_dtype(mx.bfloat16)
     nn.quantize(model, packing.group_size, packing.bits, mode=packing.mode)
+    return with_kernels(model, shim, num_packings=1 + len(sizes))
+
+
+def with_kernels(model: Any, shim: TensorShim, *, num_packings: int) -> Any:
+    """Give a model all kernels except those of whole blocks.
+
+    ``num_packings`` counts those of different lengths of rows as well.
+    """
     model.eval()
     mx.eval(model.parameters())
     use_row_layers(model, None)
-    # There is one for each length of rows.
-    assert use_packed_kernels(model, PackedKernels(shim), mx.bfloat16) == 1 + len(sizes)
+    assert use_packed_kernels(model, PackedKernels(shim), mx.bfloat16) == num_packings
     assert use_head_kernels(model, shim)
     assert use_block_kernels(model, BlockKernels(shim))
     return model
@@ -130,7 +137,7 @@ def outputs_of(model: Any, shim: TensorShim, rows: int = 1) -> np.ndarray:
     [(Q4, "qwen3"), (Q4, "llama"), (Packing(8, 64), "qwen3"), (FP4, "llama")],
     ids=str,
 )
-def test_fused_blocks_compute_the_same_with_six_kernels(packing: Packing, name: str) -> None:
+def test_fused_blocks_compute_the_same_with_four_kernels(packing: Packing, name: str) -> None:
     require_compiler()
     shim = CountedShim()
     model = packed_model(packing, shim, name)
@@ -139,9 +146,45 @@ def test_fused_blocks_compute_the_same_with_six_kernels(packing: Packing, name: 
     shim.counts.clear()
     actual = outputs_of(model, shim)
     assert np.abs(actual - wanted).max() <= 0.02 * np.abs(wanted).max()
-    # Two forwards: four products of each block, and the head.
-    assert shim.counts["packed_vectors"] == 2 * (4 * len(model.model.layers) + 1)
+    # Two forwards: of each block the products before attention and those after it, and the head.
+    assert shim.counts["packed_vectors"] == 2 * (2 * len(model.model.layers) + 1)
     assert not any(shim.counts[kind] for kind in UNFUSED)
+
+
+def test_products_of_different_packings_are_launches_of_their_own() -> None:
+    require_compiler()
+    shim = CountedShim()
+    plain = stock_model(config_of("qwen3") | SIZES)
+    plain.set_dtype(mx.bfloat16)
+    nn.quantize(plain, class_predicate=eight_bits_down)
+    model = with_kernels(plain, shim, num_packings=2)
+    wanted = outputs_of(model, shim)
+    assert use_fused_blocks(model) == len(model.model.layers)
+    shim.counts.clear()
+    actual = outputs_of(model, shim)
+    assert np.abs(actual - wanted).max() <= 0.02 * np.abs(wanted).max()
+    assert shim.counts["packed_vectors"] == 2 * (4 * len(model.model.layers) + 1)
+
+
+def eight_bits_down(name: str, layer: nn.Module) -> dict[str, int] | bool:
+    """Return the packing of a layer: that of ``down_proj`` is another one."""
+    bits = 8 if name.endswith("down_proj") else 4
+    return {"group_size": 64, "bits": bits} if hasattr(layer, "to_quantized") else False
+
+
+@pytest.mark.parametrize(
+    "mistake", [("x = out_1;", "x = out_0;"), ("counts[threadIdx.x] = 0", "")], ids=str
+)
+def test_a_chain_that_is_wrong_leaves_its_products(mistake: tuple[str, str]) -> None:
+    require_compiler()
+    shim = CountedShim()
+    model = packed_model(Q4, shim)
+    shim.mutate = lambda _, body: body.replace(*mistake)
+    assert use_fused_blocks(model) == len(model.model.layers)
+    assert not any("_chain" in block for block in model.model.layers)
+    shim.counts.clear()
+    outputs_of(model, shim)
+    assert shim.counts["packed_vectors"] == 2 * (4 * len(model.model.layers) + 1)
 
 
 @pytest.mark.parametrize("scales", [mx.float16, mx.float32], ids=str)

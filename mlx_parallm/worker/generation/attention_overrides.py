@@ -122,7 +122,8 @@ def block_of_kernels(
             module, x, lambda rows: attention(rows, mask, cache), module.mlp, before
         )
     elif len(x) == 1:
-        return fused.after_attention(attended(fused.columns(x)), x)
+        columns, counts = fused.columns(x)
+        return fused.after_attention(attended(columns), x, counts)
     else:
         step.residual = run_block(
             module,

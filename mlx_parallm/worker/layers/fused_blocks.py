@@ -1,13 +1,14 @@
 """Blocks of packed weights, whose kernels do what stands between their products.
 
 For one row, a product normalises its input, applies SwiGLU, and adds the residual by itself:
-kernels of their own would take as long. For more rows it applies SwiGLU. Threadgroups divide the
-depth of narrow weights then, and the kernel that adds the residual adds their parts. See
-``docs/decisions/059-blocks-of-packed-weights.md``.
+kernels of their own would take as long. Those behind attention are one launch. For more rows a
+product applies SwiGLU. Threadgroups divide the depth of narrow weights then, and the kernel that
+adds the residual adds their parts. See ``docs/decisions/059-blocks-of-packed-weights.md`` and 062.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,11 +19,14 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from mlx_parallm.types.shape_buckets import ROW_COUNTS
-from mlx_parallm.worker.device.kernel_trial import KernelTrials, largest_error, why_off
+from mlx_parallm.worker.device.kernel_trial import KernelTrials, ShapeTrials, largest_error, why_off
 from mlx_parallm.worker.layers.attention_heads import LAYERS
 from mlx_parallm.worker.layers.block_kernels import BLOCKS, MLPS, gated
+from mlx_parallm.worker.layers.chain_trial import ChainTrial
 from mlx_parallm.worker.layers.packed import PackedProducts, suit
-from mlx_parallm.worker.layers.product_variants import GATES, Around, Format, Variant
+from mlx_parallm.worker.layers.packed_kernel import PackedKernels
+from mlx_parallm.worker.layers.product_chain import Chain, Link
+from mlx_parallm.worker.layers.product_variants import GATES, Around, Format, Variant, Vectors
 from mlx_parallm.worker.layers.row_layers import Columns, RowProduct, product_of
 from mlx_parallm.worker.layers.wrapped_calls import class_of
 
@@ -102,9 +106,11 @@ class Fusion:
             residual = mx.random.normal((rows, 1, width), key=keys[3]).astype(dtype)
             others = {"norm_weight": gain, "residual": residual}
             inputs = [others[name] for name in self.around.inputs]
-            actual = kernels.product(x, arrays, packing, variant, self.around, inputs)
+            actual, *counts = kernels.outputs(x, arrays, packing, variant, self.around, inputs)
             wanted = _stock(x, plain, gain, residual, self.around)
             worst = max(worst, largest_error(actual, wanted))
+            if any(count.any().item() for count in counts):
+                return math.inf
         return worst
 
 
@@ -150,40 +156,75 @@ class FusedBlock:
 
     def fusions(self) -> Iterator[Fusion]:
         """Yield the products of one row with what is computed around them."""
-        adds = Around(adds=True)
-        for product, around in (
-            (self.heads, Around(self.block.input_layernorm.eps)),
-            (self.output, adds),
-            (self.gates, Around(self.block.post_attention_layernorm.eps, gates=True)),
-            (self.down, adds),
-        ):
-            assert product.packed is not None, "weights are packed"
-            yield Fusion(product.packed, around, self.dtype, sum(product.widths))
+        yield self._fusion(self.heads, Around(self.block.input_layernorm.eps))
+        yield from self._fusions_after_attention()
+
+    def _fusions_after_attention(self) -> Iterator[Fusion]:
+        adds, norm = Around(adds=True), self.block.post_attention_layernorm
+        yield self._fusion(self.output, adds)
+        yield self._fusion(self.gates, Around(norm.eps, gates=True))
+        yield self._fusion(self.down, adds)
+
+    def _fusion(self, product: RowProduct, around: Around) -> Fusion:
+        assert product.packed is not None, "weights are packed"
+        return Fusion(product.packed, around, self.dtype, sum(product.widths))
 
     @property
     def many_gates(self) -> Fusion:
         """Return the products of gates of more rows with SwiGLU."""
-        assert self.gates.packed is not None, "weights are packed"
-        return Fusion(self.gates.packed, GATES, self.dtype, sum(self.gates.widths))
+        return self._fusion(self.gates, GATES)
 
-    def columns(self, x: mx.array) -> list[Columns]:
-        """Return the queries, keys and values of one row of hidden states, ``[1, 1, hidden]``."""
+    @property
+    def chain(self) -> Chain | None:
+        """Return the products after attention as one launch; None if their packings differ."""
+        links: list[Link] = []
+        forms: set[Format] = set()
+        for fusion in self._fusions_after_attention():
+            (variant,) = fusion.variants()
+            if not isinstance(variant, Vectors):
+                return None
+            links.append(Link(variant, fusion.around, fusion.width))
+            forms.add(Format(fusion.packed.packing, fusion.dtype))
+        return Chain(forms.pop(), tuple(links)) if len(forms) == 1 else None
+
+    def counting(self, chain: Chain) -> Fusion:
+        """Return the product of heads that makes the counts for a chain."""
+        return self._fusion(self.heads, Around(self.block.input_layernorm.eps, counts=chain.counts))
+
+    def columns(self, x: mx.array) -> tuple[list[Columns], mx.array | None]:
+        """Return the queries, keys and values of one row, and counts for ``after_attention``.
+
+        ``x`` are hidden states, ``[1, 1, hidden]``.
+        """
+        chain: Chain | None = self.block.get("_chain")
         norm = self.block.input_layernorm
-        whole = self.heads.around(x, Around(norm.eps), [norm.weight])
+        around = Around(norm.eps, counts=chain.counts if chain else 0)
+        whole, *counts = self.heads.around(x, around, [norm.weight])
         firsts = accumulate(self.heads.widths[:-1], initial=0)
-        return [Columns(whole, first) for first in firsts]
+        return [Columns(whole, first) for first in firsts], counts[0] if counts else None
 
-    def after_attention(self, attended: mx.array, x: mx.array) -> mx.array:
+    def after_attention(
+        self, attended: mx.array, x: mx.array, counts: mx.array | None = None
+    ) -> mx.array:
         """Return the block's output for one row.
 
         Args:
             attended: of the row's heads, ``[1, heads, 1, D]``.
             x: the block's hidden states, ``[1, 1, hidden]``.
+            counts: from ``columns``, for this call alone; None to launch each product.
         """
+        if counts is not None:
+            return self._chained(attended, x, counts)
         norm = self.block.post_attention_layernorm
-        hidden = self.output.around(attended, Around(adds=True), [x])
-        numbers = self.gates.around(hidden, Around(norm.eps, gates=True), [norm.weight])
-        return self.down.around(numbers, Around(adds=True), [hidden])
+        (hidden,) = self.output.around(attended, Around(adds=True), [x])
+        (numbers,) = self.gates.around(hidden, Around(norm.eps, gates=True), [norm.weight])
+        (output,) = self.down.around(numbers, Around(adds=True), [hidden])
+        return output
+
+    def _chained(self, attended: mx.array, x: mx.array, counts: mx.array) -> mx.array:
+        norm = self.block.post_attention_layernorm.weight
+        weights = (self.output.merged(), [*self.gates.merged(), norm], self.down.merged())
+        return _kernels_of(self).chained(self.block["_chain"], attended, x, weights, counts)
 
     def mlp(self, x: mx.array) -> mx.array:
         """Return the MLP of normalised rows, ``[T, 1, hidden]``, or parts of it."""
@@ -191,7 +232,7 @@ class FusedBlock:
         if "_gates" in self.block and many.packed.variant_around(
             x.dtype, GATES, len(x), many.width
         ):
-            return self.down.parts(self.gates.around(x, GATES, []))
+            return self.down.parts(*self.gates.around(x, GATES, []))
         return self.down.parts(gated(self.block.mlp, x))
 
 
@@ -201,22 +242,51 @@ def use_fused_blocks(model: nn.Module, trials: KernelTrials | None = None) -> in
     Products and kernels of packed weights are in use already. Blocks use them only in packed
     forwards of this package, see ``attention_overrides``.
     """
-    trial = (trials or KernelTrials()).of("the kernel of products and what is around them is")
+    trials = trials or KernelTrials()
+    trial = trials.of("the kernel of products and what is around them is")
+    chain_trial = trials.of("the kernel of products that follow each other is")
     blocks = [fused for fused in map(_fused, model.modules()) if fused and fused.has_kernels]
     for fused in blocks:
-        for fusion in (*fused.fusions(), fused.many_gates):
-            fusion.begin()
+        _begin(fused)
     marked = 0
     for fused in blocks:
         agrees = True
         for fusion in fused.fusions():
             agrees &= trial.agree(fusion.shape, fusion.why_not)
         if agrees:
+            _use_chain(fused, trial, chain_trial)
             fused.block["_fuses"] = True
             marked += 1
             if trial.agree(fused.many_gates.shape, fused.many_gates.why_not):
                 fused.block["_gates"] = True
     return marked
+
+
+def _begin(fused: FusedBlock) -> None:
+    """Begin to compile a block's kernels, all at the same time."""
+    for fusion in (*fused.fusions(), fused.many_gates):
+        fusion.begin()
+    if (chain := fused.chain) is not None:
+        fused.counting(chain).begin()
+        _kernels_of(fused).chain(chain)
+
+
+def _use_chain(fused: FusedBlock, trial: ShapeTrials, chain_trial: ShapeTrials) -> None:
+    """Let the products of one row after attention be one launch if that computes the same."""
+    chain = fused.chain
+    if chain is None:
+        return
+    counting, whole = fused.counting(chain), ChainTrial(_kernels_of(fused), chain)
+    if trial.agree(counting.shape, counting.why_not) and chain_trial.agree(
+        chain, lambda: why_off(whole.largest_error, 0.0)
+    ):
+        fused.block["_chain"] = chain
+
+
+def _kernels_of(fused: FusedBlock) -> PackedKernels:
+    assert fused.output.packed is not None, "weights are packed"
+    assert fused.output.packed.kernels is not None, "the block has kernels"
+    return fused.output.packed.kernels
 
 
 def fused_block(block: Any, x: mx.array) -> FusedBlock | None:

@@ -69,8 +69,10 @@ class PackedProducts:
 
     def around(
         self, x: mx.array, arrays: Sequence[mx.array], around: Around, others: Sequence[mx.array]
-    ) -> mx.array:
-        """Return the product of rows with what is computed around it, ``[T, 1, N]``.
+    ) -> list[mx.array]:
+        """Return the product of rows with what is computed around it, and counts if any.
+
+        The product is ``[T, 1, N]``; for the counts see ``PackedKernels.outputs``.
 
         Args:
             x: T rows of K numbers; the first axis has T elements.
@@ -81,7 +83,7 @@ class PackedProducts:
         variant = self.variant_around(x.dtype, around, len(x), len(arrays[0]))
         assert self.kernels is not None, "see variant_around"
         assert variant is not None, "see variant_around"
-        return self.kernels.product(x, arrays, self.packing, variant, around, others)
+        return self.kernels.outputs(x, arrays, self.packing, variant, around, others)
 
     def variant_around(
         self, dtype: mx.Dtype, around: Around, rows: int, width: int

@@ -20,6 +20,7 @@ from mlx_parallm.worker.attention.kernels import TEXTS
 from mlx_parallm.worker.device.kernel_trial import cuda_report, largest_error, why_off
 from mlx_parallm.worker.device.kernels import KernelReport
 from mlx_parallm.worker.layers.packing import AFFINE, MXFP4, WORD_BITS, Packing
+from mlx_parallm.worker.layers.product_chain import Chain
 from mlx_parallm.worker.layers.product_variants import (
     MAX_NARROW,
     NOTHING,
@@ -35,7 +36,7 @@ from mlx_parallm.worker.layers.product_variants import (
 
 HEADERS = (
     *("common.metal", "tensor_cores/tensor.cu", "tensor_cores/warpgroups.cu"),
-    "packed/numbers.cu",
+    *("packed/numbers.cu", "packed/order.cu"),
 )
 # UNPACK_THREADS: of a threadgroup that unpacks; each unpacks UNPACK_PIECES times 8 numbers.
 UNPACK_THREADS, UNPACK_PIECES = 256, 4
@@ -117,6 +118,7 @@ class PackedKernels:
         self._language = language
         self._builder = KernelBuilder(language, TEXTS, "packed", _argument_dtype)
         self._kernels: dict[tuple[Format, Variant | None, Around], Kernel] = {}
+        self._chains: dict[Chain, Kernel] = {}
 
     def variant_for(self, form: Format, rows: int, width: int, depth: int) -> Variant | None:
         """Return the variant that multiplies, see ``product_variants.variant_for``."""
@@ -151,9 +153,22 @@ class PackedKernels:
         around: Around = NOTHING,
         others: Sequence[mx.array] = (),
     ) -> mx.array:
-        """Return the product ``x @ weight.T``, ``[T, 1, N]`` in the dtype of x.
+        """Return the product ``x @ weight.T`` alone, see ``outputs``."""
+        return self.outputs(x, arrays, packing, variant, around, others)[0]
 
-        A variant with splits returns parts of it in float32, ``[S, T, 1, N]``.
+    def outputs(
+        self,
+        x: mx.array,
+        arrays: Sequence[mx.array],
+        packing: Packing,
+        variant: Variant,
+        around: Around = NOTHING,
+        others: Sequence[mx.array] = (),
+    ) -> list[mx.array]:
+        """Return the product ``x @ weight.T``, ``[T, 1, N]`` in the dtype of x, and counts if any.
+
+        A variant with splits returns parts of it in float32, ``[S, T, 1, N]``. Counts are uint32,
+        ``around.counts`` of them.
 
         Args:
             x: T rows, ``[T, 1, K]``.
@@ -169,11 +184,11 @@ class PackedKernels:
             shape, dtype = (variant.splits, *shape), mx.float32
         return self.kernel(Format(packing, x.dtype), variant, around)(
             inputs=[x, *arrays, *others],
-            output_shapes=[shape],
-            output_dtypes=[dtype],
+            output_shapes=[shape, (around.counts,)][: len(around.outputs)],
+            output_dtypes=[dtype, mx.uint32][: len(around.outputs)],
             grid=(variant.threadgroups(rows, arrays[0].shape[0]) * variant.threads, 1, 1),
             threadgroup=(variant.threads, 1, 1),
-        )[0]
+        )
 
     def unpacked(self, arrays: Sequence[mx.array], packing: Packing, dtype: mx.Dtype) -> mx.array:
         """Return the weight ``[N, K]`` in a dtype of ``DTYPES``."""
@@ -200,6 +215,40 @@ class PackedKernels:
             self._kernels[key] = self._build(*key)
         return self._kernels[key]
 
+    def chained(
+        self,
+        chain: Chain,
+        x: mx.array,
+        hidden: mx.array,
+        weights: Sequence[Sequence[mx.array]],
+        counts: mx.array,
+    ) -> mx.array:
+        """Return the last product of a chain, ``[1, 1, N]``.
+
+        Args:
+            chain: the products.
+            x: a row of K numbers, the input of the first product.
+            hidden: the hidden states, ``[1, 1, hidden]``.
+            weights: of each product: the weight's arrays, and the weight of the norm before it.
+            counts: ``chain.counts`` zeros, uint32, for this launch alone: it writes them.
+        """
+        return self.chain(chain)(
+            inputs=[x, hidden, *(array for arrays in weights for array in arrays), counts],
+            output_shapes=[(1, 1, link.outputs) for link in chain.links],
+            output_dtypes=[hidden.dtype] * len(chain.links),
+            grid=(chain.threadgroups * chain.threads, 1, 1),
+            threadgroup=(chain.threads, 1, 1),
+        )[-1]
+
+    def chain(self, chain: Chain) -> Kernel:
+        """Return the kernel of a chain; it begins to compile."""
+        if chain not in self._chains:
+            spec = KernelSpec(
+                Vectors.text, chain.inputs, chain.outputs, HEADERS, residency=chain.residency
+            )
+            self._chains[chain] = self._builder.joined(spec, chain.parts())
+        return self._chains[chain]
+
     def _build(self, form: Format, variant: Variant | None, around: Around) -> Kernel:
         names = form.packing.names
         if variant is None:
@@ -210,7 +259,7 @@ class PackedKernels:
         spec = KernelSpec(
             variant.text,
             ("x", *names, *around.inputs),
-            ("out",),
+            around.outputs,
             HEADERS,
             residency=variant.residency(form),
         )
@@ -221,9 +270,11 @@ class PackedKernels:
 
 
 def _argument_dtype(name: str, constants: Mapping[str, Constant]) -> mx.Dtype | None:
-    if name == "weight":
+    # The arguments of a chain's products are numbered.
+    kind = name.rstrip("_0123456789")
+    if kind == "weight" or name in ("arrivals_pool", "counts"):
         return mx.uint32
-    if name == "scales" and constants["MXFP4"]:
+    if kind == "scales" and constants["MXFP4"]:
         return mx.uint8
     dtype = constants["T"]
     if name == "out" and constants.get("SPLITS", 1) != 1:

@@ -142,6 +142,9 @@ class Vectors:
             "WARPS": self.warps,
             "AHEAD": self.ahead,
             "THREADGROUPS": self.max_threadgroups,
+            "LINK": 0,
+            "LAST": 0,
+            "FIRST": 0,
         }
 
     def residency(self, form: Format) -> Residency:
@@ -169,11 +172,13 @@ class Around:
         gates: True if the first half of the product are gates of the other half (SwiGLU). All
             variants that write no parts compute it.
         adds: True if the product is added to a residual.
+        counts: how many zeros are written beside it, for a chain behind it (``product_chain``).
     """
 
     epsilon: float | None = None
     gates: bool = False
     adds: bool = False
+    counts: int = 0
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -182,11 +187,16 @@ class Around:
         return (*norm, *(("residual",) if self.adds else ()))
 
     @property
+    def outputs(self) -> tuple[str, ...]:
+        """Return the names of the outputs."""
+        return ("out", "counts") if self.counts else ("out",)
+
+    @property
     def constants(self) -> dict[str, Constant]:
         """Return the text's constants."""
         epsilon = {} if self.epsilon is None else {"EPSILON": float(self.epsilon)}
         switches = {"NORM": len(epsilon), "GATE": int(self.gates), "RESIDUAL": int(self.adds)}
-        return {**switches, **epsilon}
+        return {**switches, "COUNTS": self.counts, **epsilon}
 
 
 NOTHING = Around()

@@ -135,25 +135,27 @@ class RowProduct:
             self._input = None
         return output
 
-    def around(self, x: mx.array, around: Around, others: Sequence[mx.array]) -> mx.array:
+    def around(self, x: mx.array, around: Around, others: Sequence[mx.array]) -> list[mx.array]:
         """Return the product of rows and packed weights, with what is computed around it.
 
         All layers' columns are in it. See ``PackedProducts.around``.
         """
-        if not self._is_current():
-            self._merge()
         assert self._packed is not None, "weights are packed"
-        return self._packed.around(x, self.arrays, around, others)
+        return self._packed.around(x, self.merged(), around, others)
 
     def parts(self, x: mx.array) -> mx.array:
         """Return the product of rows and packed weights, or parts of it that are to be added.
 
         See ``PackedProducts.parts``.
         """
+        assert self._packed is not None, "weights are packed"
+        return self._packed.parts(x, self.merged())
+
+    def merged(self) -> Sequence[mx.array]:
+        """Return the layers' weights as they are now, see ``arrays``."""
         if not self._is_current():
             self._merge()
-        assert self._packed is not None, "weights are packed"
-        return self._packed.parts(x, self.arrays)
+        return self.arrays
 
     @property
     def packed(self) -> PackedProducts | None:

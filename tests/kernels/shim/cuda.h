@@ -34,7 +34,7 @@ static inline __half __ushort_as_half(unsigned short bits) {
 struct uint3 {
   unsigned x, y, z;
 };
-static uint3 blockIdx;
+static uint3 blockIdx, gridDim;
 // Read through the fiber that runs: it changes whenever another goes on.
 struct ThreadIndex {
   struct X {

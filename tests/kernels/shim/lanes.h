@@ -42,7 +42,8 @@ constexpr int STACK = 1 << 17;
 enum Order { ASCENDING = 0, DESCENDING = 1, SHUFFLED = 2 };
 // What `launch` returns.
 enum Failure {
-  NONE = 0, DEADLOCK = 1, DIVERGED = 2, BAD_FLAGS = 3, OUT_OF_BOUNDS = 4, UNPUBLISHED = 5
+  NONE = 0, DEADLOCK = 1, DIVERGED = 2, BAD_FLAGS = 3, OUT_OF_BOUNDS = 4, UNPUBLISHED = 5,
+  POSTPONED = 6  // the threadgroup waits for others, and begins again
 };
 
 struct Fiber {
@@ -233,6 +234,36 @@ static void run_threadgroup(int threads, Order order) {
   if (failure == NONE && num_done < threads) failure = DEADLOCK;
   // Those of a failure stand amid their bodies.
   for (int i = 0; i < threads && failure != NONE; i++) fibers[i].begun = false;
+}
+
+// Runs threadgroups that wait for none.
+template <typename Run>
+static void run_in_order(unsigned groups, Run run) {
+  for (unsigned group = 0; group < groups && !failure; group++) run(group);
+}
+
+// Runs threadgroups of which some wait for others, each as early as it can: so one that waits for
+// too few, or for none, reads what is not there yet.
+template <typename Run>
+static void run_waiting(unsigned groups, Run run) {
+  static bool is_done[1 << 12];
+  memset(is_done, 0, sizeof(is_done));
+  for (unsigned left = groups; left > 0 && failure == NONE;) {
+    const unsigned before = left;
+    for (int group = groups - 1; group >= 0 && left == before; group--) {
+      if (is_done[group]) continue;
+      run(group);
+      if (failure == POSTPONED) {
+        failure = NONE;
+      } else if (failure == NONE) {
+        is_done[group] = true;
+        left--;
+      } else {
+        return;
+      }
+    }
+    if (left == before) failure = POSTPONED;
+  }
 }
 
 }  // namespace shim

@@ -6,6 +6,11 @@
 // next panel, and the first one while x is prepared. With GATE a panel is 8 rows of gates and the
 // same 8 of the numbers that these multiply (SwiGLU). Roundings are those of MLX's operations.
 //
+// A launch may have several products: this text once for each, LINK of which this is, from the
+// threadgroup FIRST on. The output of one is the x of the next, whose threadgroups load weights
+// before they wait for the AWAITED ones that write it. LINK is 0 for one product alone, which may
+// write COUNTS zeros: such a launch counts arrivals there.
+//
 // Numbers become float16 by a mask or a byte permutation: those of 4 and 8 bits are raised by 1,024,
 // and every other one of 4 bits is 16 times as large before. So x is float16 too. What exceeds its
 // range, or falls below, is prevented by a power of two for each span.
@@ -49,7 +54,7 @@ const int num_rows = x_shape[0];
 const int width = weight_shape[0] / (GATE ? 2 : 1);
 const int panels = (width + OWN - 1) / OWN;
 const int per_group = (panels + THREADGROUPS - 1) / THREADGROUPS;
-const int begin = blockIdx.x * per_group;
+const int begin = (blockIdx.x - FIRST) * per_group;
 const int end = min(begin + per_group, panels);
 
 // 1. Load weights. Rows beyond the weight's end are read as the last one.
@@ -93,6 +98,9 @@ for (int t = 0; t < TURN; t++) {
 }
 
 // 2. Prepare x.
+#if LINK > 1
+await_threadgroups(arrivals_pool + (LINK - 2) * SPACING, AWAITED);
+#endif
 #if NORM
 __shared__ float squares[WARPS];
 #endif
@@ -320,3 +328,11 @@ for (int panel = begin; panel < end; panel++) {
 #endif
   }
 }
+#if LINK && !LAST
+arrive_threadgroup((unsigned*)arrivals_pool + (LINK - 1) * SPACING);
+#endif
+#if COUNTS
+if (blockIdx.x == 0 && threadIdx.x < COUNTS) {
+  counts[threadIdx.x] = 0;
+}
+#endif
