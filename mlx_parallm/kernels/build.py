@@ -30,7 +30,7 @@ TYPES: Mapping[mx.Dtype, str] = MappingProxyType(
 SWITCHES = (
     *("BITS", "SPLIT", "SINKS", "BIAS", "SOFT_CAP", "WINDOW", "OUTPUTS", "EXPERTS"),
     *("FROM_POOL", "TO_POOL", "NORM", "FREQUENCIES", "MXFP4"),
-    *("GATE", "RESIDUAL", "SPLITS", "IN_PARTS", "REGISTERS"),
+    *("GATE", "RESIDUAL", "SPLITS", "IN_PARTS", "REGISTERS", "SLABS", "DIVIDES"),
     *("LINK", "LAST", "COUNTS"),
 )
 

@@ -53,7 +53,7 @@ MISTAKES = {
 #: ``GATE_MISTAKES``: the same of texts for more rows, by their name.
 GATE_MISTAKES = {
     "rows": ("SUMS + OWN + column]", "SUMS + column]"),
-    "tiles": ("n / 2 * OWN + column", "column"),
+    "tiles": ("n / 2 * 8 + n % 2]", "n % 2]"),
 }
 #: ``SIZES``: as small as the kernels take.
 SIZES = {

@@ -71,6 +71,7 @@ def error(
     return float(mx.abs(actual - wanted).max() / mx.abs(wanted).max())
 
 
+DIVIDING = Tiles(rows=256, wide=64, slabs=1, stages=3, registers=FOR_128_SUMS, divides=True)
 CASES: tuple[tuple[Variant, int, int, int], ...] = (
     (Rows(wide=32, warps=2, span=1024, stages=2), 3, 40, 3072),  # stages are used again
     (Rows(wide=16, warps=4, span=2048, stages=1), 8, 8, 1024),  # fewer numbers than a span has
@@ -82,6 +83,14 @@ CASES: tuple[tuple[Variant, int, int, int], ...] = (
     (Tiles(rows=16, wide=64, slabs=1, stages=4), 5, 71, 1024),  # as a vocabulary may be
     (Tiles(rows=64, wide=192, slabs=1, stages=4), 40, 200, 1024),  # x is no whole turns
     (Tiles(rows=16, wide=64, slabs=1, stages=4, splits=3), 11, 72, 4096),
+    # Two threadgroups have three tiles each.
+    (Tiles(rows=16, wide=64, slabs=1, stages=4), 40, 72, 3072),
+    (Tiles(rows=256, wide=64, slabs=1, stages=3, registers=FOR_128_SUMS), 200, 40, 1024),
+    (Tiles(rows=256, wide=64, slabs=1, stages=3, splits=2), 260, 67, 2048),
+    # Two threadgroups divide the depth of one tile, of the last one of three, and of none of four.
+    (DIVIDING, 200, 40, 1024),
+    (DIVIDING, 131, 135, 2048),
+    (DIVIDING, 300, 68, 1024),
     (Vectors(depth=3072, warps=2, ahead=4, resident=1), 1, 72, 3072),
     (Vectors(depth=1024, warps=4, ahead=16, resident=1), 1, 71, 1024),
 )
@@ -123,11 +132,20 @@ def test_products_are_right(
         (FP4, Tiles(rows=16, wide=64, slabs=4, stages=4), 16, 130),
         (Q4, Tiles(rows=64, wide=192, slabs=1, stages=4), 40, 386),
         (Q8, Tiles(rows=256, wide=64, slabs=2, stages=3, registers=FOR_128_SUMS), 257, 70),
+        (Q8, Tiles(rows=256, wide=64, slabs=1, stages=3, registers=FOR_128_SUMS), 140, 146),
+        (Q8, Tiles(rows=16, wide=64, slabs=1, stages=4, divides=True), 11, 146),
     ],
     ids=str,
 )
-def test_gates_are_right(packing: Packing, variant: Rows | Tiles, rows: int, width: int) -> None:
+def test_gates_are_right(
+    packing: Packing,
+    variant: Rows | Tiles,
+    rows: int,
+    width: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     require_compiler()
+    monkeypatch.setattr("mlx_parallm.worker.layers.product_variants.PROCESSORS", 2)
     shim = TensorShim()
     shim.order = (rows + width) % len(ORDERS)
     # Both factors are rounded, and their product is.
@@ -183,9 +201,14 @@ def test_unpacked_weights_are_those_of_mlx(packing: Packing, dtype: mx.Dtype) ->
 
 SMALL: dict[str, tuple[Variant, int, int, int]] = {
     "rows": (Rows(wide=16, warps=2, span=512, stages=2), 2, 16, 2560),
-    # The last of 16 chunks is in the first of 5 stages, where sums are written too. The weight has
-    # fewer rows than a threadgroup takes.
-    "tiles": (Tiles(rows=16, wide=64, slabs=1, stages=5), 16, 56, 1024),
+    # Two tiles, whose scales are in other parts of the ring. The weight has fewer rows.
+    "tiles": (Tiles(rows=16, wide=64, slabs=1, stages=5), 16, 120, 1536),
+    # The last of eight chunks is in the first of seven stages, where sums are written too.
+    "slabs": (Tiles(rows=16, wide=64, slabs=2, stages=7), 16, 56, 1024),
+    # Two threadgroups have a tile and half of one each.
+    "divided": (Tiles(rows=16, wide=64, slabs=1, stages=5, divides=True), 16, 168, 2048),
+    # A warp loads numbers of the next chunk ahead.
+    "ahead": (Tiles(rows=256, wide=64, slabs=1, stages=4), 16, 120, 1536),
     # Six warps have four of ten chunks, two at a time, and three panels.
     "vectors": (Vectors(depth=5120, warps=3, ahead=8, resident=1), 1, 40, 5120),
 }
@@ -199,7 +222,7 @@ SMALL: dict[str, tuple[Variant, int, int, int]] = {
         ("rows", "announce(arrival, WIDE *", "announce(arrival, 15 *"),
         ("rows", "span / STAGES % 2", "0"),
         ("rows", "min(first + row % OWN, width - 1)", "min(first + row + 1, width - 1)"),
-        ("tiles", "await_arrival(&arrivals[stage_index], parity);", ""),
+        ("tiles", "await_arrival(&arrivals[stage_index], parity);\n}\n#pragma", "}\n#pragma"),
         ("tiles", "await_arrival(&rooms[stage_index], parity);", ""),
         ("tiles", "open_arrival(&arrivals[s], LOADERS / 32);", "open_arrival(&arrivals[s], 1);"),
         ("tiles", "open_arrival(&rooms[s], MULTIPLIERS / 32);", "open_arrival(&rooms[s], 3);"),
@@ -208,10 +231,23 @@ SMALL: dict[str, tuple[Variant, int, int, int]] = {
         ("tiles", "publish();\n__syncwarp();", "publish();"),
         ("tiles", "publish();\n__syncwarp();", "__syncwarp();"),
         ("tiles", "if (half == 1) {\n__sync", "if (half == 0) {\n__sync"),
-        ("tiles", "min(first + row % OWN, width - 1)", "first + row % OWN"),
+        ("tiles", "min(item.first + row, width - 1)", "item.first + row"),
         ("tiles", "await_tiles<1>();", "await_tiles<2>();"),
-        ("tiles", "await_tiles<0>();\nmeet<MULTIPLIERS>();", "await_tiles<0>();"),
-        ("tiles", "meet<MULTIPLIERS>();\nfor (int i", "for (int i"),
+        ("tiles", "await_tiles<0>();", ""),
+        ("tiles", "chunks > 0 && lane == 0", "false"),
+        ("tiles", "(first_ring + item.spans) % RING", "first_ring"),
+        ("tiles", "sums[j] = 0.0f;", "if (i == blockIdx.x) sums[j] = 0.0f;"),
+        ("tiles", "load_groups(c, half);", "load_groups(0, half);"),
+        ("ahead", "await_arrival(&arrivals[stage_index], parity);\n#pragma", "#pragma"),
+        ("ahead", "load_chunk(c + 1)", "load_chunk(c)"),
+        ("ahead", "await_tiles<1>();", "await_tiles<2>();"),
+        ("slabs", "meet<MULTIPLIERS>();\n#pragma", "#pragma"),
+        ("slabs", "meet<MULTIPLIERS>();\nfor (int k", "for (int k"),
+        ("divided", "await_threadgroups<MULTIPLIERS>(arrivals_pool + item.number, 1);", ""),
+        ("divided", "arrive_threadgroup<MULTIPLIERS>", "(void)"),
+        ("divided", "sums[j] += half_sums", "sums[j] = half_sums"),
+        ("divided", "const int part = half < 0 ? split : half;", "const int part = 0;"),
+        ("divided", "arrivals_pool + item.number, 1", "arrivals_pool + item.number, 2"),
         ("vectors", "}\n__syncthreads();\n#if MXFP4", "}\n#if MXFP4"),
         ("vectors", "}\n__syncthreads();\nconst int column", "}\nconst int column"),
         ("vectors", "(panel - begin) % 2 *", "0 *"),
@@ -224,7 +260,8 @@ def test_a_mistake_shows(
     name: str, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_compiler()
-    monkeypatch.setattr("mlx_parallm.worker.layers.product_variants.PROCESSORS", 1)
+    processors = 2 if name == "divided" else 1
+    monkeypatch.setattr("mlx_parallm.worker.layers.product_variants.PROCESSORS", processors)
     shim = TensorShim()
     bodies: list[str] = []
 

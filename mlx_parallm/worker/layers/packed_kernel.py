@@ -3,7 +3,7 @@
 ``mx.quantized_matmul`` takes longer than the product of plain weights from 8 rows on, and
 ``mx.dequantize`` four times as long as the memory needs. These kernels read a packed weight once
 for up to 256 rows and unpack it in registers, or unpack it for cuBLAS at the memory's speed. See
-``docs/decisions/055-packed-weights-by-rows.md`` and 061.
+``docs/decisions/055-packed-weights-by-rows.md``, 061 and 063.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlx_parallm.worker.attention.kernels import TEXTS
 from mlx_parallm.worker.device.kernel_trial import cuda_report, largest_error, why_off
 from mlx_parallm.worker.device.kernels import KernelReport
 from mlx_parallm.worker.layers.packing import AFFINE, MXFP4, WORD_BITS, Packing
-from mlx_parallm.worker.layers.product_chain import Chain
+from mlx_parallm.worker.layers.product_chain import SPACING, Chain
 from mlx_parallm.worker.layers.product_variants import (
     MAX_NARROW,
     NOTHING,
@@ -178,17 +178,25 @@ class PackedKernels:
             around: what is computed around the product; for others than ``Vectors`` SwiGLU alone.
             others: inputs of that, in the order of ``Around.inputs``.
         """
-        rows, width = x.shape[0], arrays[0].shape[0] // (2 if around.gates else 1)
-        shape, dtype = (rows, 1, width), x.dtype
+        rows, width = x.shape[0], arrays[0].shape[0]
+        shape, dtype = (rows, 1, width // (2 if around.gates else 1)), x.dtype
         if isinstance(variant, Tiles) and variant.splits > 1:
             shape, dtype = (variant.splits, *shape), mx.float32
+        shapes, dtypes = [shape, (around.counts,)], [dtype, mx.uint32]
+        inputs, num_outputs = [x, *arrays, *others], len(around.outputs)
+        shapes, dtypes = shapes[:num_outputs], dtypes[:num_outputs]
+        if isinstance(variant, Tiles) and variant.divides:
+            num_divided = variant.num_divided(rows, width)
+            inputs += [mx.zeros(max(SPACING, num_divided), mx.uint32)]
+            shapes += [(max(1, num_divided), variant.rows * variant.wide)]
+            dtypes += [mx.float32]
         return self.kernel(Format(packing, x.dtype), variant, around)(
-            inputs=[x, *arrays, *others],
-            output_shapes=[shape, (around.counts,)][: len(around.outputs)],
-            output_dtypes=[dtype, mx.uint32][: len(around.outputs)],
-            grid=(variant.threadgroups(rows, arrays[0].shape[0]) * variant.threads, 1, 1),
+            inputs=inputs,
+            output_shapes=shapes,
+            output_dtypes=dtypes,
+            grid=(variant.threadgroups(rows, width) * variant.threads, 1, 1),
             threadgroup=(variant.threads, 1, 1),
-        )
+        )[:num_outputs]
 
     def unpacked(self, arrays: Sequence[mx.array], packing: Packing, dtype: mx.Dtype) -> mx.array:
         """Return the weight ``[N, K]`` in a dtype of ``DTYPES``."""
@@ -256,10 +264,11 @@ class PackedKernels:
             return self._builder.kernel(
                 spec, {**form.constants, "THREADS": UNPACK_THREADS, "PIECES": UNPACK_PIECES}
             )
+        divides = isinstance(variant, Tiles) and variant.divides
         spec = KernelSpec(
             variant.text,
-            ("x", *names, *around.inputs),
-            around.outputs,
+            ("x", *names, *around.inputs, *(("arrivals_pool",) if divides else ())),
+            (*around.outputs, *(("parts",) if divides else ())),
             HEADERS,
             residency=variant.residency(form),
         )
@@ -277,6 +286,6 @@ def _argument_dtype(name: str, constants: Mapping[str, Constant]) -> mx.Dtype | 
     if kind == "scales" and constants["MXFP4"]:
         return mx.uint8
     dtype = constants["T"]
-    if name == "out" and constants.get("SPLITS", 1) != 1:
+    if name == "parts" or (name == "out" and constants.get("SPLITS", 1) != 1):
         return mx.float32
     return dtype if isinstance(dtype, mx.Dtype) else None

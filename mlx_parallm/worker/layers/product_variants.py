@@ -21,8 +21,6 @@ FEW, FEW_BITS = 8, 4
 SLAB = 64
 # PANEL: rows of a weight that tensor cores multiply at once.
 PANEL = 16
-# MAX_TILE: rows of x that one product of warpgroups multiplies here.
-MAX_TILE = 128
 # ALIGNMENT of chunks in shared memory, in bytes.
 ALIGNMENT = 1024
 
@@ -216,6 +214,8 @@ class Tiles:
         resident: threadgroups of a processor, which bounds their registers.
         splits: threadgroups that divide the depth; their sums are still to be added.
         registers: of threads that multiply, and of those that load; None to divide them equally.
+        divides: True if two threadgroups divide the depth of each of the last tiles where these
+            would leave half of the threadgroups idle.
     """
 
     rows: int
@@ -225,6 +225,7 @@ class Tiles:
     resident: int = 1
     splits: int = 1
     registers: tuple[int, int] | None = None
+    divides: bool = False
 
     text = "packed/tiles.cu"
 
@@ -233,20 +234,26 @@ class Tiles:
         """Return the threads of a threadgroup: warpgroups that multiply, and one that loads."""
         return WARPGROUP * (self.wide // SLAB * self.slabs + 1)
 
+    @property
+    def max_threadgroups(self) -> int:
+        """Return how many threadgroups the processors run at once, ``resident`` on each."""
+        return PROCESSORS * self.resident
+
     def constants(self, form: Format) -> dict[str, Constant]:
         """Return the text's constants."""
         multiplier, loader = self.registers or (0, 0)
         return {
             **form.constants,
             "ROWS": self.rows,
-            "TILE_ROWS": min(self.rows, MAX_TILE),
             "WIDE": self.wide,
             "SLABS": self.slabs,
             "STAGES": self.stages,
             "RING": self.ring(form),
             "SPLITS": self.splits,
+            "THREADGROUPS": self.max_threadgroups,
             "REGISTERS": multiplier,
             "LOADER_REGISTERS": loader,
+            "DIVIDES": int(self.divides),
         }
 
     def ring(self, form: Format) -> int:
@@ -264,11 +271,22 @@ class Tiles:
         weights = self.wide * form.packing.bits // 8
         stages = self.stages * chunk * (self.rows * form.dtype.size + weights)
         scales = self.ring(form) * form.arrays * self.wide * PIECE
-        sums = self.slabs * self.rows * (self.wide + 4) * mx.float32.size
+        sums = self.slabs * self.rows * (self.wide + 4) * mx.float32.size if self.slabs > 1 else 0
         return Residency(max(stages + scales, sums) + ALIGNMENT, self.threads, self.resident)
 
     def threadgroups(self, rows: int, width: int) -> int:
         """Return how many threadgroups multiply so many rows of x and of the weight."""
+        tiles = self._tiles(rows, width)
+        if self.slabs > 1:
+            return tiles
+        return min(self.max_threadgroups, tiles + self.num_divided(rows, width))
+
+    def num_divided(self, rows: int, width: int) -> int:
+        """Return of how many tiles two threadgroups divide the depth."""
+        rest = self._tiles(rows, width) % self.max_threadgroups
+        return rest if self.divides and 2 * rest <= self.max_threadgroups else 0
+
+    def _tiles(self, rows: int, width: int) -> int:
         return -(-rows // self.rows) * -(-width // self.wide) * self.splits
 
 
@@ -285,7 +303,7 @@ MAX_NARROW = 8192
 FOR_128_SUMS, FOR_64_SUMS = (216, 72), (152, 56)
 # NARROW_TILES, WIDE_TILES: up to how many rows of x which variant is the fastest on an H200, about
 # equally with all packings. More rows pay for unpacking the weight
-# (docs/decisions/061-loading-warpgroups-for-packed-weights.md).
+# (docs/decisions/061-loading-warpgroups-for-packed-weights.md, 063).
 NARROW_TILES = (
     (16, Tiles(16, 64, 4, 6)),
     (32, Tiles(32, 64, 4, 6)),
@@ -299,8 +317,9 @@ WIDE_TILES = (
     (32, Tiles(32, 64, 2, 6, 2)),
     (64, Tiles(64, 192, 1, 6)),
     (128, Tiles(128, 192, 1, 6, registers=FOR_64_SUMS)),
-    (256, Tiles(256, 64, 2, 3, registers=FOR_128_SUMS)),
-    (1024, Tiles(256, 128, 1, 5, registers=FOR_128_SUMS)),
+    (256, Tiles(256, 128, 1, 5, registers=FOR_128_SUMS, divides=True)),
+    (512, Tiles(256, 128, 1, 5, registers=FOR_128_SUMS)),
+    (1024, Tiles(256, 128, 1, 5, registers=FOR_128_SUMS, divides=True)),
 )
 # SPLIT_TILES: the same for weights of up to MAX_NARROW rows where threadgroups divide the depth.
 # The first one whose depth suffices is taken.

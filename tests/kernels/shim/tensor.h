@@ -54,6 +54,7 @@ inline float from_lane(float x, int lane) {
 }
 
 inline float power(float x) { return exp2f(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
 
 struct Fetch {
   Piece* to;

@@ -90,6 +90,9 @@ inline void publish() {
 
 inline void begin_tiles() {}
 
+template <typename T>
+void keep(const T*&) {}
+
 template <int COUNT>
 void give_registers() {}
 

@@ -24,7 +24,7 @@ inline unsigned twice(unsigned bits) {
 template <typename T>
 inline T gated(float gate, float number, T) {
   const float x = float(T(gate));
-  const float sigmoid = float(T(1.0f / (1.0f + exp2f(-x * 1.4426950408889634f))));
+  const float sigmoid = float(T(reciprocal(1.0f + power(-x * 1.4426950408889634f))));
   return T(float(T(x * sigmoid)) * float(T(number)));
 }
 

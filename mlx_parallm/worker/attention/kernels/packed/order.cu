@@ -14,8 +14,8 @@ inline void meet_first() {
   }
 }
 
-// Waits until so many threadgroups have arrived. What they wrote can be read then by all threads, or the
-// first ones, that call it.
+// Waits until so many threadgroups have arrived. What they wrote can be read then by all threads, or
+// the first ones, that call it.
 template <int THREADS = 0>
 inline void await_threadgroups(const unsigned* arrived, unsigned count) {
   if (threadIdx.x == 0) {

@@ -1,12 +1,16 @@
-// One threadgroup multiplies WIDE rows of a packed weight with ROWS rows of x, by products of
-// warpgroups. One warpgroup copies chunks of the depth to shared memory, STAGES of them at a time;
-// the others multiply those that have come, and unpack values into registers meanwhile. They divide
-// the rows of the weight and, by SLABS, the chunk: 64 numbers each. Nobody waits for all others: a
-// chunk is announced when it has come, and its room is given back when all warps have multiplied it.
-// Sums of the same rows are added at the end. SPLITS threadgroups divide the depth of the same rows:
-// outputs are then float32, and another kernel adds. The scales of RING spans are in shared memory:
-// those of the chunks that are there. With GATE, half of a threadgroup's rows are gates, and half
-// are the numbers that these multiply (SwiGLU).
+// A threadgroup multiplies WIDE rows of a packed weight with ROWS rows of x, a tile, by products
+// of warpgroups. One warpgroup copies chunks of the depth to shared memory, STAGES of them at a
+// time; the others multiply those that have come, and unpack values into registers meanwhile. They
+// divide the rows of the weight and, by SLABS, the chunk: 64 numbers each. Nobody waits for all
+// others: a chunk is announced when it has come, and its room is given back when all warps have
+// multiplied it. If there are more tiles than threadgroups, one goes on with another tile, whose
+// chunks are copied while sums of the one before are written; not so with SLABS, whose sums of the
+// same rows are added in the room of the chunks. If the last tiles would leave half of the
+// threadgroups idle, DIVIDES lets two of these divide the depth of each: the later one waits for
+// the other one's sums. SPLITS threadgroups divide the depth of the same rows: outputs are then
+// float32, and another kernel adds. The scales of RING spans are in shared memory: those of the
+// chunks that are there. With GATE, 8 of 16 rows are gates, and 8 are the numbers that these
+// multiply (SwiGLU), so that a lane has both.
 #if MXFP4
 using Format = Mxfp4<T>;
 #elif BITS == 4
@@ -15,6 +19,11 @@ using Format = Affine4<T>;
 using Format = Affine8<T>;
 #endif
 using Scale = Format::Scale;
+#if SPLITS > 1
+using Output = float;
+#else
+using Output = T;
+#endif
 constexpr int ARRAYS = Format::ARRAYS;
 constexpr int MULTIPLIERS = 2 * WIDE * SLABS;  // threads
 constexpr int LOADERS = 128;
@@ -27,6 +36,9 @@ constexpr int STAGE = SLABS * (X_SLAB + SLAB);
 constexpr int CHUNK = 64 * SLABS;
 constexpr int SPAN = 16 / (int)sizeof(Scale) * GROUP;  // numbers whose scales are a piece
 constexpr int PARTS = SPAN / CHUNK;
+// Numbers of 4 bits are loaded from shared memory while the products before are computed. With
+// those of 8 bits, which take 16 registers, with fewer rows and with SLABS that was slower.
+constexpr bool AHEAD = BITS == 4 && ROWS == 256 && SLABS == 1;
 constexpr int LAG = STAGES / 2;  // chunks that are on their way before one is awaited
 // A chunk's room is given back while the next one is multiplied, which has to be announced before.
 static_assert(LAG + 2 <= STAGES, "the loading threads would wait for themselves");
@@ -41,11 +53,36 @@ const int num_rows = x_shape[0];
 const int depth = x_shape[2];
 const int width = weight_shape[0] / (GATE ? 2 : 1);
 const int columns = (width + OWN - 1) / OWN;
-const int split = blockIdx.x % SPLITS;
-const int first = blockIdx.x / SPLITS % columns * OWN;
-const int base = blockIdx.x / SPLITS / columns * ROWS;
-const int first_span = depth / SPAN * split / SPLITS;
-const int spans = depth / SPAN * (split + 1) / SPLITS - first_span;
+const int bases = (num_rows + ROWS - 1) / ROWS;
+const int tiles = bases * columns * SPLITS;
+#if DIVIDES
+const int rest = tiles % THREADGROUPS;
+const int divided = 2 * rest <= THREADGROUPS ? rest : 0;
+#else
+constexpr int divided = 0;
+#endif
+const int whole = tiles - divided;
+const int items = tiles + divided;
+// A tile, or half of the depth of one. Those with the same rows of the weight are computed at the
+// same time, so that it is read once.
+struct Item {
+  int first, base;  // of outputs and of rows of x
+  int split, first_span, spans;
+  int number;  // of a tile that is divided
+  int half;    // -1: all of it
+};
+const auto item_at = [&](int i) -> Item {
+  const int number = i < whole ? 0 : (i - whole) % divided;
+  const int half = i < whole ? -1 : (i - whole) / divided;
+  const int tile = i < whole ? i : whole + number;
+  const int split = tile / bases / columns;
+  const int part = half < 0 ? split : half;
+  const int parts_of_depth = half < 0 ? SPLITS : 2;
+  const int first_span = depth / SPAN * part / parts_of_depth;
+  return {
+      tile / bases % columns * OWN, tile % bases * ROWS, split, first_span,
+      depth / SPAN * (part + 1) / parts_of_depth - first_span, number, half};
+};
 if (thread_index == 0) {
 #pragma unroll
   for (int s = 0; s < STAGES; s++) {
@@ -62,87 +99,99 @@ if (thread_index >= MULTIPLIERS) {
   give_registers<LOADER_REGISTERS>();
 #endif
   const int loader = thread_index - MULTIPLIERS;
-  const int x_row = base + loader / 8;
-  const T* x_from[X_SLAB / LOADERS];
-#pragma unroll
-  for (int j = 0; j < X_SLAB / LOADERS; j++) {
-    const int row = min(x_row + j * (LOADERS / 8), num_rows - 1);
-    x_from[j] = x + (Place)row * depth + first_span * SPAN + loader % 8 * 8;
-  }
-  const auto row_of = [&](int row) -> Place {
-    return min(first + row % OWN, width - 1) + row / OWN * width;
-  };
   constexpr int TURNS = SLABS * SLAB / LOADERS;
-  const Piece* from[TURNS];
-#pragma unroll
-  for (int j = 0; j < TURNS; j++) {
-    const int i = j * LOADERS % SLAB + loader;
-    from[j] = (const Piece*)weight + row_of(i / PIECES) * (depth / 128 * BITS);
-    from[j] += j * LOADERS / SLAB * PIECES + i % PIECES + first_span * (SPAN / 64) * PIECES;
-  }
   const int x_to = loader ^ loader / 8 % 8;
   const int to = WEIGHTS + (loader ^ loader / 8 % PIECES);
   int stage_index = 0;
   int parity = 1;
   int awaited = 0;
+  int ring_index = 0;
+  int c = 0;
   const auto announce = [&]() {
     publish();
     __syncwarp();
     arrive(&arrivals[awaited], lane == 0);
     awaited = awaited + 1 == STAGES ? 0 : awaited + 1;
   };
-  int c = 0;
-  for (int span = 0; span < spans; span++) {
-#pragma unroll
-    for (int part = 0; part < PARTS; part++) {
-      if (c >= STAGES) {
-        await_arrival(&rooms[stage_index], parity);
-      }
-      Piece* const stage = stages + stage_index * STAGE;
-      Piece* const x_stage = stage + x_to;
-#pragma unroll
-      for (int j = 0; j < SLABS * X_SLAB / LOADERS; j++) {
-        const int turn = j % (X_SLAB / LOADERS);
-        const T* piece = x_from[turn] + part * CHUNK + j * LOADERS / X_SLAB * 64;
-        const bool exists = x_row + turn * (LOADERS / 8) < num_rows;
-        fetch(x_stage + j * LOADERS, (const Piece*)piece, exists);
-      }
-      Piece* const weight_stage = stage + to;
-#pragma unroll
-      for (int j = 0; j < TURNS; j++) {
-        fetch(weight_stage + j * LOADERS, from[j] + part * SLABS * PIECES, true);
-      }
-      if (part == 0) {
-        Piece* const scale_to = ring + span % RING * ARRAYS * WIDE;
-#pragma unroll
-        for (int j = 0; j < (ARRAYS * WIDE + LOADERS - 1) / LOADERS; j++) {
-          const int i = j * LOADERS + loader;
-          if (ARRAYS * WIDE % LOADERS == 0 || i < ARRAYS * WIDE) {
-            const Place place = row_of(i % WIDE) * (depth / SPAN) + first_span + span;
-#if MXFP4
-            fetch(scale_to + i, (const Piece*)scales + place, true);
-#else
-            fetch(scale_to + i, (const Piece*)(i < WIDE ? scales : biases) + place, true);
-#endif
-          }
-        }
-      }
-      close_fetches();
-      if (c >= LAG) {
-        await_fetches<LAG>();
-        announce();
-      }
-      c++;
-      stage_index = stage_index + 1 == STAGES ? 0 : stage_index + 1;
-      parity ^= stage_index == 0;
-    }
+  for (int i = blockIdx.x; i < items; i = SLABS == 1 ? i + gridDim.x : items) {
+    const Item item = item_at(i);
+    const int x_row = item.base + loader / 8;
+    const T* x_from[X_SLAB / LOADERS];
 #pragma unroll
     for (int j = 0; j < X_SLAB / LOADERS; j++) {
-      x_from[j] += SPAN;
+      const int row = min(x_row + j * (LOADERS / 8), num_rows - 1);
+      x_from[j] = x + (Place)row * depth + item.first_span * SPAN + loader % 8 * 8;
     }
+    const auto row_of = [&](int row) -> Place {
+#if GATE
+      return min(item.first + row / 16 * 8 + row % 8, width - 1) + row / 8 % 2 * width;
+#else
+      return min(item.first + row, width - 1);
+#endif
+    };
+    const Piece* from[TURNS];
 #pragma unroll
     for (int j = 0; j < TURNS; j++) {
-      from[j] += PARTS * SLABS * PIECES;
+      const int piece = j * LOADERS % SLAB + loader;
+      from[j] = (const Piece*)weight + row_of(piece / PIECES) * (depth / 128 * BITS);
+      from[j] += j * LOADERS / SLAB * PIECES + piece % PIECES;
+      from[j] += item.first_span * (SPAN / 64) * PIECES;
+    }
+    for (int span = 0; span < item.spans; span++) {
+#pragma unroll
+      for (int part = 0; part < PARTS; part++) {
+        if (c >= STAGES) {
+          await_arrival(&rooms[stage_index], parity);
+        }
+        Piece* const stage = stages + stage_index * STAGE;
+        Piece* const x_stage = stage + x_to;
+#pragma unroll
+        for (int j = 0; j < SLABS * X_SLAB / LOADERS; j++) {
+          const int turn = j % (X_SLAB / LOADERS);
+          const T* piece = x_from[turn] + part * CHUNK + j * LOADERS / X_SLAB * 64;
+          const bool exists = x_row + turn * (LOADERS / 8) < num_rows;
+          fetch(x_stage + j * LOADERS, (const Piece*)piece, exists);
+        }
+        Piece* const weight_stage = stage + to;
+#pragma unroll
+        for (int j = 0; j < TURNS; j++) {
+          fetch(weight_stage + j * LOADERS, from[j] + part * SLABS * PIECES, true);
+        }
+        if (part == 0) {
+          Piece* const scale_to = ring + ring_index * ARRAYS * WIDE;
+#pragma unroll
+          for (int j = 0; j < (ARRAYS * WIDE + LOADERS - 1) / LOADERS; j++) {
+            const int k = j * LOADERS + loader;
+            if (ARRAYS * WIDE % LOADERS == 0 || k < ARRAYS * WIDE) {
+              const Place place = row_of(k % WIDE) * (depth / SPAN) + item.first_span + span;
+#if MXFP4
+              fetch(scale_to + k, (const Piece*)scales + place, true);
+#else
+              fetch(scale_to + k, (const Piece*)(k < WIDE ? scales : biases) + place, true);
+#endif
+            }
+          }
+          ring_index = ring_index + 1 == RING ? 0 : ring_index + 1;
+        }
+        close_fetches();
+        if (c >= LAG) {
+          await_fetches<LAG>();
+          announce();
+        }
+        c++;
+        stage_index = stage_index + 1 == STAGES ? 0 : stage_index + 1;
+        parity ^= stage_index == 0;
+      }
+#pragma unroll
+      for (int j = 0; j < X_SLAB / LOADERS; j++) {
+        x_from[j] += SPAN;
+        keep(x_from[j]);
+      }
+#pragma unroll
+      for (int j = 0; j < TURNS; j++) {
+        from[j] += PARTS * SLABS * PIECES;
+        keep(from[j]);
+      }
     }
   }
 #pragma unroll
@@ -183,122 +232,206 @@ if (thread_index >= MULTIPLIERS) {
 #endif
   }
   constexpr int NEXT_ROW = 8 * PIECES * 16;
-  float sums[ROWS / TILE_ROWS][TILE_ROWS / 2] = {};
-  unsigned values[2][2][4];
-  Group groups[2];
+  float sums[ROWS / 2];
+  unsigned words[4][2][2];
+  Group groups[2][2];
   int stage_index = 0;
   int parity = 0;
-  const int chunks = spans * PARTS;
-#pragma unroll 1
-  for (int c = 0; c < chunks; c++) {
-    const int part = c % PARTS;
-    await_arrival(&arrivals[stage_index], parity);
-    const Piece* const stage = stages + stage_index * STAGE;
-    const auto tiles = columns_at(stage + own_slab * X_SLAB);
-    const Scale* own_scales = (const Scale*)(ring + c / PARTS % RING * ARRAYS * WIDE + own_row);
+  int first_ring = 0;
+  // Loads what turns the numbers of half of a chunk into values.
+  const auto load_groups = [&](int chunk, int half) {
+    if (half == 1 && GROUP >= 64) {
+      return;
+    }
+    const int part = chunk % PARTS;
+    const int ring_index = (first_ring + chunk / PARTS) % RING;
+    const Scale* own_scales = (const Scale*)(ring + ring_index * ARRAYS * WIDE + own_row);
     own_scales += own_slab * 64 / GROUP;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      if (GROUP < 64 || half == 0) {
+    for (int h = 0; h < 2; h++) {
+      // Of slabs that share a group, a place was rounded down above.
+      const Scale* scale = own_scales + h * (8 * 16 / (int)sizeof(Scale));
+      scale += GROUP < 64 ? part * (CHUNK / GROUP) + half : part * CHUNK / GROUP;
+      const unsigned bias = scale[(ARRAYS - 1) * WIDE * 16 / (int)sizeof(Scale)];
+      groups[half][h] = Format::group(*scale, bias);
+    }
+  };
+  const auto load_words = [&](int half) {
+    const char* const stage = (const char*)(stages + stage_index * STAGE);
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          // Of slabs that share a group, a place was rounded down above.
-          const Scale* scale = own_scales + h * (8 * 16 / (int)sizeof(Scale));
-          scale += GROUP < 64 ? part * (CHUNK / GROUP) + half : part * CHUNK / GROUP;
-          groups[h] = Format::group(*scale, scale[(ARRAYS - 1) * WIDE * 16 / (int)sizeof(Scale)]);
-        }
-      }
-      await_tiles<1>();
-      // The products of the chunk before are done.
-      if (half == 1) {
-        __syncwarp();
-        arrive(&rooms[stage_index == 0 ? STAGES - 1 : stage_index - 1], c > 0 && lane == 0);
-      }
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const Group group = groups[h];
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-#if BITS == 4
-          const char* place = (const char*)stage + places[half] + h * NEXT_ROW;
-          const unsigned* words = (const unsigned*)place + n * 2;
-          const unsigned both = __byte_perm(words[0], words[1], selector);
-          const unsigned even = Format::two(both, group, mask);
-          const unsigned odd = Format::two(both >> 4, group, mask);
-          values[half][n][h] = __byte_perm(even, odd, 0x5410);
-          values[half][n][2 + h] = __byte_perm(even, odd, 0x7632);
-#else
-          const char* place = (const char*)stage + places[half * 2 + n] + h * NEXT_ROW;
-          const unsigned low = ((const unsigned*)place)[0];
-          const unsigned high = ((const unsigned*)place)[2];
-          values[half][n][h] = Format::two(low, low, selector, selector + 16, group, bytes);
-          values[half][n][2 + h] = Format::two(high, high, selector, selector + 16, group, bytes);
-#endif
-        }
-      }
-      begin_tiles();
+    for (int h = 0; h < 2; h++) {
 #pragma unroll
       for (int n = 0; n < 2; n++) {
-#pragma unroll
-        for (int t = 0; t < ROWS / TILE_ROWS; t++) {
-          const auto tile = tiles + (t * TILE_ROWS * 8 + (half * 2 + n) * 2);
-          multiply_tile(sums[t], values[half][n], tile, T(0.0f));
-        }
-      }
-      end_tiles();
-    }
-    stage_index = stage_index + 1 == STAGES ? 0 : stage_index + 1;
-    parity ^= stage_index == 0;
-  }
-  await_tiles<0>();
-  meet<MULTIPLIERS>();
-
-  // 3. Add the slabs' sums.
-  constexpr int LINE = WIDE + 4;
-  float* const parts = (float*)stages;  // [SLABS][ROWS][LINE]
-#pragma unroll
-  for (int t = 0; t < ROWS / TILE_ROWS; t++) {
-#pragma unroll
-    for (int i = 0; i < TILE_ROWS / 2; i++) {
-      const int row = t * TILE_ROWS + i / 4 * 8 + at * 2 + i % 2;
-      parts[(own_slab * ROWS + row) * LINE + own_row + i % 4 / 2 * 8] = sums[t][i];
-    }
-  }
-  meet<MULTIPLIERS>();
-  for (int i = thread_index; i < ROWS * OWN / 2; i += MULTIPLIERS) {
-    const int row = i / (OWN / 2);
-    const int column = i % (OWN / 2) * 2;
-    if (base + row < num_rows && first + column < width) {
-      float both[GATE ? 4 : 2] = {};
-#pragma unroll
-      for (int s = 0; s < SLABS; s++) {
-#pragma unroll
-        for (int n = 0; n < (GATE ? 4 : 2); n++) {
-          both[n] += parts[(s * ROWS + row) * LINE + n / 2 * OWN + column + n % 2];
-        }
-      }
-#if GATE
-      both[0] = float(gated(both[0], both[2], T(0.0f)));
-      both[1] = float(gated(both[1], both[3], T(0.0f)));
+#if BITS == 4
+        const char* const from = stage + places[half] + h * NEXT_ROW + n * 8;
+        words[half * 2 + n][h][1] = ((const unsigned*)from)[1];
+#else
+        const char* const from = stage + places[half * 2 + n] + h * NEXT_ROW;
+        words[half * 2 + n][h][1] = ((const unsigned*)from)[2];
 #endif
-      const Place place = ((Place)split * num_rows + base + row) * width + first + column;
-#if SPLITS > 1
-      out[place] = both[0];
-      if (first + column + 1 < width) {
-        out[place + 1] = both[1];
+        words[half * 2 + n][h][0] = ((const unsigned*)from)[0];
+      }
+    }
+  };
+  const auto load_chunk = [&](int chunk) {
+    await_arrival(&arrivals[stage_index], parity);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      load_groups(chunk, half);
+      load_words(half);
+    }
+  };
+  const auto first_x_tile = columns_at(stages + own_slab * X_SLAB);
+  for (int i = blockIdx.x; i < items; i = SLABS == 1 ? i + gridDim.x : items) {
+    const Item item = item_at(i);
+    const int chunks = item.spans * PARTS;
+    unsigned values[2][2][4];
+#pragma unroll
+    for (int j = 0; j < ROWS / 2; j++) {
+      sums[j] = 0.0f;
+    }
+    if (AHEAD && chunks > 0) {
+      load_chunk(0);
+    }
+#pragma unroll 1
+    for (int c = 0; c < chunks; c++) {
+      if (!AHEAD) {
+        await_arrival(&arrivals[stage_index], parity);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        if (!AHEAD) {
+          load_groups(c, half);
+        }
+        await_tiles<1>();
+        // The products of the chunk before are done.
+        if (half == 1) {
+          __syncwarp();
+          arrive(&rooms[stage_index == 0 ? STAGES - 1 : stage_index - 1], c > 0 && lane == 0);
+        }
+        if (!AHEAD) {
+          load_words(half);
+        }
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+          unsigned (&own_values)[4] = values[half][n];
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            const Group group = groups[GROUP < 64 ? half : 0][h];
+            const unsigned (&own)[2] = words[half * 2 + n][h];
+#if BITS == 4
+            const unsigned both = __byte_perm(own[0], own[1], selector);
+            const unsigned even = Format::two(both, group, mask);
+            const unsigned odd = Format::two(both >> 4, group, mask);
+            own_values[h] = __byte_perm(even, odd, 0x5410);
+            own_values[2 + h] = __byte_perm(even, odd, 0x7632);
+#else
+            own_values[h] = Format::two(own[0], own[0], selector, selector + 16, group, bytes);
+            own_values[2 + h] = Format::two(own[1], own[1], selector, selector + 16, group, bytes);
+#endif
+          }
+        }
+        begin_tiles();
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+          const auto x_tile = first_x_tile + (stage_index * STAGE + (half * 2 + n) * 2);
+          multiply_tile(sums, values[half][n], x_tile, T(0.0f));
+        }
+        end_tiles();
+      }
+      stage_index = stage_index + 1 == STAGES ? 0 : stage_index + 1;
+      parity ^= stage_index == 0;
+      if (AHEAD && c + 1 < chunks) {
+        load_chunk(c + 1);
+      }
+    }
+    await_tiles<0>();
+    __syncwarp();
+    arrive(&rooms[stage_index == 0 ? STAGES - 1 : stage_index - 1], chunks > 0 && lane == 0);
+    first_ring = (first_ring + item.spans) % RING;
+
+#if DIVIDES
+    if (item.half >= 0) {
+      float* const half_sums = parts + (Place)item.number * (ROWS / 2 * MULTIPLIERS) + thread_index;
+      if (item.half == 0) {
+#pragma unroll
+        for (int j = 0; j < ROWS / 2; j++) {
+          half_sums[j * MULTIPLIERS] = sums[j];
+        }
+        arrive_threadgroup<MULTIPLIERS>((unsigned*)arrivals_pool + item.number);
+        continue;
+      }
+      await_threadgroups<MULTIPLIERS>(arrivals_pool + item.number, 1);
+#pragma unroll
+      for (int j = 0; j < ROWS / 2; j++) {
+        sums[j] += half_sums[j * MULTIPLIERS];
+      }
+    }
+#endif
+
+    // 3. Write the sums of all slabs.
+    const Place out_row = (Place)item.split * num_rows;
+#if SLABS == 1
+#pragma unroll
+    for (int j = 0; j < ROWS / 2; j++) {
+      const int row = item.base + j / 4 * 8 + at * 2 + j % 2;
+#if GATE
+      const int column = item.first + warp * 8 + lane / 4;
+      if (j % 4 < 2) {
+        const T number = gated(sums[j], sums[j + 2], T(0.0f));
+        if (row < num_rows && column < width) {
+          out[(out_row + row) * width + column] = number;
+        }
       }
 #else
-      T* const to = out + place;
-      if (width % 2 == 0) {
-        *(unsigned*)to = packed(both[0], both[1], T(0.0f));
-      } else {
-        // A row may begin within a word, and ends with one number.
-        to[0] = T(both[0]);
-        if (first + column + 1 < width) {
-          to[1] = T(both[1]);
-        }
+      const int column = item.first + own_row + j % 4 / 2 * 8;
+      if (row < num_rows && column < width) {
+        out[(out_row + row) * width + column] = Output(sums[j]);
       }
 #endif
     }
+#else
+    constexpr int LINE = WIDE + 4;
+    float* const slab_sums = (float*)stages;  // [SLABS][ROWS][LINE]
+    meet<MULTIPLIERS>();
+#pragma unroll
+    for (int j = 0; j < ROWS / 2; j++) {
+      const int row = j / 4 * 8 + at * 2 + j % 2;
+      slab_sums[(own_slab * ROWS + row) * LINE + own_row + j % 4 / 2 * 8] = sums[j];
+    }
+    meet<MULTIPLIERS>();
+    for (int k = thread_index; k < ROWS * OWN / 2; k += MULTIPLIERS) {
+      const int row = item.base + k / (OWN / 2);
+      const int own = k % (OWN / 2) * 2;
+      const int column = item.first + own;
+      if (row < num_rows && column < width) {
+        const float* from = slab_sums + k / (OWN / 2) * LINE + (GATE ? own / 8 * 16 + own % 8 : own);
+        float both[GATE ? 4 : 2] = {};
+#pragma unroll
+        for (int s = 0; s < SLABS; s++) {
+#pragma unroll
+          for (int n = 0; n < (GATE ? 4 : 2); n++) {
+            both[n] += from[s * ROWS * LINE + n / 2 * 8 + n % 2];
+          }
+        }
+#if GATE
+        both[0] = float(gated(both[0], both[2], T(0.0f)));
+        both[1] = float(gated(both[1], both[3], T(0.0f)));
+#endif
+        Output* const to = out + (out_row + row) * width + column;
+#if SPLITS == 1
+        if (width % 2 == 0) {
+          *(unsigned*)to = packed(both[0], both[1], T(0.0f));
+          continue;
+        }
+#endif
+        // A row may begin within a word, and ends with one number.
+        to[0] = Output(both[0]);
+        if (column + 1 < width) {
+          to[1] = Output(both[1]);
+        }
+      }
+    }
+#endif
   }
 }

@@ -52,6 +52,11 @@ inline unsigned columns_at(const Piece* at) {
 #define FIRST_64 \
   FIRST_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
            ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define FIRST_128 \
+  FIRST_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
+           ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95" \
+           ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
+           ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
 // Adds to sums the products of a warpgroup's rows and columns; `publish`, `begin_tiles` and
 // `end_tiles` order them. A lane has the numbers of `multiply` for its warp's 16 rows, and its sums.
@@ -61,6 +66,10 @@ TILES_OF(64, FIRST_32, "{%32,%33,%34,%35}, %36", EIGHT(0), EIGHT(8), EIGHT(16), 
 TILES_OF(
     128, FIRST_64, "{%64,%65,%66,%67}, %68", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32),
     EIGHT(40), EIGHT(48), EIGHT(56))
+TILES_OF(
+    256, FIRST_128, "{%128,%129,%130,%131}, %132", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24),
+    EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56), EIGHT(64), EIGHT(72), EIGHT(80), EIGHT(88),
+    EIGHT(96), EIGHT(104), EIGHT(112), EIGHT(120))
 
 // Lets products read what the thread has written to shared memory.
 inline void publish() {
@@ -83,6 +92,13 @@ inline void give_registers() {
 template <int COUNT>
 inline void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// Keeps a place in a register. The compiler would go on from it to a place of its own for each copy,
+// for which there are too few registers.
+template <typename T>
+inline void keep(const T*& place) {
+  asm volatile("" : "+l"(place));
 }
 
 // Begins a group of products.
