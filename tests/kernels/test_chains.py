@@ -57,7 +57,7 @@ def test_a_chain_computes_what_its_products_do(form: Format, order: int) -> None
 
 
 def test_threadgroups_with_several_panels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A weight has more panels than there are threadgroups at once."""
+    """Threadgroups take several panels of a weight."""
     require_compiler()
     monkeypatch.setattr("mlx_parallm.worker.layers.product_variants.PROCESSORS", 6)
     chain = block_chain(Q4, *SIZES)
