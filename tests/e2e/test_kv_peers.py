@@ -26,9 +26,13 @@ NUM_FOUND = NUM_TOKENS // 16 * 16
 KEY, ADMIN_KEY = "a-key-of-a-client", "the-key-of-the-fleet"
 FLAGS = ("--api-key", KEY, "--admin-api-key", ADMIN_KEY, "--cache-scope", "server")
 ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
-#: ``SLOW``: computes prompts in steps of so few tokens that a peer is faster on a busy machine,
-#: too. Blocks that would come later than they are computed are not used.
-SLOW = ("--max-num-batched-tokens", "8", "--max-num-seqs", "4")
+#: ``UNPACED``: steps of fewer than 16 tokens say nothing of how long computing takes. So what a
+#: peer has, or computes, is awaited for seconds, however busy the machine is.
+UNPACED = ("--max-num-batched-tokens", "8", "--max-num-seqs", "4")
+#: ``STEPWISE``: gives the blocks of a long prompt in parts, the first one soon.
+STEPWISE = ("--kv-serve", "--max-num-batched-tokens", "256")
+#: ``NUM_TRIES``: a prefill peer may be late all the same, and is asked for another prompt then.
+NUM_TRIES = 5
 PEER_BLOCKS = "mlx_parallm:kv_tier_blocks"
 HITS = "mlx_parallm:kv_tier_hit_tokens_total"
 RAW = ADMIN | {"content-type": "application/octet-stream"}
@@ -78,15 +82,13 @@ def start(*flags: str) -> ServerProcess:
 
 
 def start_reader(*flags: str) -> ServerProcess:
-    """Return a server that computes slowly, and knows it."""
-    server = start(*flags, *SLOW)
-    ask(server, prompt_of(2000, 100), max_tokens=1)
-    return server
+    """Start a server that waits for blocks of peers."""
+    return start(*flags, *UNPACED)
 
 
 @pytest.fixture(scope="module")
 def first() -> Iterator[ServerProcess]:
-    server = start("--kv-serve")
+    server = start(*STEPWISE)
     yield server
     server.stop()
 
@@ -178,7 +180,7 @@ def test_engines_in_processes_of_their_own_give_blocks() -> None:
 
 @pytest.mark.slow
 def test_any_of_several_engines_gives_blocks() -> None:
-    peer = start("--kv-serve", "--data-parallel-size", "2")
+    peer = start(*STEPWISE, "--data-parallel-size", "2")
     server = start_reader("--kv-peers", peer.url, "--prefill-peer", peer.url)
     prompts = [prompt_of(50 + number) for number in range(4)]
     try:
@@ -191,7 +193,8 @@ def test_any_of_several_engines_gives_blocks() -> None:
         wait_for_news(peer, server)
         assert [cached(ask(server, prompt)) for prompt in prompts] == [NUM_FOUND] * 4
         # The engine that computes this one is known to the peer alone.
-        assert cached(ask(server, prompt_of(60, 3000))) > 0
+        tries = (cached(ask(server, prompt_of(60 + number, 3000))) for number in range(NUM_TRIES))
+        assert any(tries)
         assert server.metric("mlx_parallm:prefill_peer_used_total") == 1
     finally:
         peer.stop()
@@ -242,13 +245,18 @@ class TestPrefillPeer:
     def test_a_long_prompt_is_computed_by_a_peer(self, first: ServerProcess) -> None:
         decoder = start_reader("--prefill-peer", first.url, *self.FLAGS)
         try:
-            prompt = prompt_of(40, 2000)
-            answer = ask(decoder, prompt)
-            assert cached(answer) == 2000 - 16
+            for number in range(NUM_TRIES):
+                prompt = prompt_of(40 + number, 1990)
+                answer = ask(decoder, prompt)
+                if cached(answer) == 1990 // 16 * 16:
+                    break
+            else:
+                pytest.fail("no prompt was computed by the peer")
             assert texts(answer) == texts(ask(first, prompt))
-            assert decoder.metric(self.USED) == 1
+            num_used = decoder.metric(self.USED)
+            assert num_used >= 1
             ask(decoder, prompt_of(6, 300))
-            assert decoder.metric(self.USED) == 1
+            assert decoder.metric(self.USED) == num_used
         finally:
             decoder.stop()
 
