@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -245,6 +246,7 @@ SMALL: dict[str, tuple[Variant, int, int, int]] = {
         ("slabs", "meet<MULTIPLIERS>();\nfor (int k", "for (int k"),
         ("divided", "await_threadgroups<MULTIPLIERS>(arrivals_pool + item.number, 1);", ""),
         ("divided", "arrive_threadgroup<MULTIPLIERS>", "(void)"),
+        ("divided", "counts[threadIdx.x] = 0;", "counts[threadIdx.x] = 1;"),
         ("divided", "sums[j] += half_sums", "sums[j] = half_sums"),
         ("divided", "const int part = half < 0 ? split : half;", "const int part = 0;"),
         ("divided", "arrivals_pool + item.number, 1", "arrivals_pool + item.number, 2"),
@@ -266,8 +268,8 @@ def test_a_mistake_shows(
     bodies: list[str] = []
 
     def mutate(_: str, body: str) -> str:
-        assert body.count(right) == 1
-        bodies.append(body)
+        assert body.count(right) <= 1
+        bodies.extend([body] * body.count(right))
         return body.replace(right, wrong)
 
     def why_not() -> str | None:
@@ -280,7 +282,32 @@ def test_a_mistake_shows(
     assert passes_in_every_order(shim, why_not)
     shim.mutate = mutate
     assert not passes_in_every_order(shim, why_not)
-    assert bodies
+    assert len(set(bodies)) == 1
+
+
+def test_each_launch_has_counts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A compiled step merges equal arrays of zeros, but not the outputs of kernels.
+    require_compiler()
+    monkeypatch.setattr("mlx_parallm.worker.layers.product_variants.PROCESSORS", 2)
+    launched: list[str] = []
+
+    class NamedShim(TensorShim):
+        def make(self, text: Any, dtypes: Any = None) -> Any:
+            kernel = super().make(text, dtypes)
+
+            def named(**options: Any) -> list[mx.array]:
+                launched.append(text.name.rpartition("_")[0])
+                return kernel(**options)
+
+            return named
+
+    kernels = PackedKernels(NamedShim())
+    variant, rows, *_ = SMALL["divided"]
+    x = mx.random.normal((rows, 1, 1024), mx.bfloat16)
+    # Three tiles for two threadgroups, and two.
+    for width, count in ((168, 1), (168, 2), (128, 2)):
+        kernels.product(x, packed(Q4, mx.bfloat16, width, 1024), Q4, variant)
+        assert launched.count("packed_zeros") == count
 
 
 @pytest.mark.parametrize("packing", [Q4, Q8, FP4], ids=str)

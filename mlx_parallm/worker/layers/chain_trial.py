@@ -30,7 +30,11 @@ class ChainTrial:
 
     def largest_error(self, turns: int = TURNS) -> float:
         """Return the largest difference of the last outputs; 0.0 for none, as there should be."""
-        weights = [self._weights(number) for number in range(len(self.chain.links))]
+        weights: list[list[mx.array]] = []
+        for number in range(len(self.chain.links)):
+            weights.append(self._weights(number))
+            # One after the other: before it is packed, a weight takes several times its memory.
+            mx.eval(weights[-1])
         pairs: list[tuple[mx.array, mx.array]] = []
         for turn in range(turns):
             keys = mx.random.split(mx.random.key(turn), 2)

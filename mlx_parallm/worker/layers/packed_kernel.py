@@ -103,10 +103,14 @@ def kernels_error(
         worst = max(worst, largest_error(kernels.unpacked(arrays, packing, dtype), plain))
         for rows, variant in kernels.variants_of(form, depth):
             x = mx.random.normal((rows, 1, depth), dtype, key=mx.random.key(rows))
-            actual = kernels.product(x, arrays, packing, variant)
-            if isinstance(variant, Tiles) and variant.splits > 1:
-                actual = actual.sum(axis=0).astype(dtype)
-            worst = max(worst, largest_error(actual[:, 0], x[:, 0] @ plain.T))
+            wanted = x[:, 0] @ plain.T
+            # One threadgroup takes all tiles of variants whose threadgroups stay.
+            stays = isinstance(variant, Tiles) and variant.slabs == 1
+            for most in (None, 1) if stays else (None,):
+                (actual,) = kernels.outputs(x, arrays, packing, variant, most_threadgroups=most)
+                if isinstance(variant, Tiles) and variant.splits > 1:
+                    actual = actual.sum(axis=0).astype(dtype)
+                worst = max(worst, largest_error(actual[:, 0], wanted))
     return worst
 
 
@@ -164,6 +168,7 @@ class PackedKernels:
         variant: Variant,
         around: Around = NOTHING,
         others: Sequence[mx.array] = (),
+        most_threadgroups: int | None = None,
     ) -> list[mx.array]:
         """Return the product ``x @ weight.T``, ``[T, 1, N]`` in the dtype of x, and counts if any.
 
@@ -177,6 +182,7 @@ class PackedKernels:
             variant: of the kernel; rows of x fit it.
             around: what is computed around the product; for others than ``Vectors`` SwiGLU alone.
             others: inputs of that, in the order of ``Around.inputs``.
+            most_threadgroups: bounds threadgroups that go on with other tiles, for a trial.
         """
         rows, width = x.shape[0], arrays[0].shape[0]
         shape, dtype = (rows, 1, width // (2 if around.gates else 1)), x.dtype
@@ -187,16 +193,36 @@ class PackedKernels:
         shapes, dtypes = shapes[:num_outputs], dtypes[:num_outputs]
         if isinstance(variant, Tiles) and variant.divides:
             num_divided = variant.num_divided(rows, width)
-            inputs += [mx.zeros(max(SPACING, num_divided), mx.uint32)]
+            # Where nothing is divided, nothing is counted, and any array will do.
+            inputs += [self._counts(x, variant) if num_divided else arrays[0]]
             shapes += [(max(1, num_divided), variant.rows * variant.wide)]
             dtypes += [mx.float32]
+        threadgroups = variant.threadgroups(rows, width)
+        if most_threadgroups is not None:
+            threadgroups = min(threadgroups, most_threadgroups)
         return self.kernel(Format(packing, x.dtype), variant, around)(
             inputs=inputs,
             output_shapes=shapes,
             output_dtypes=dtypes,
-            grid=(variant.threadgroups(rows, width) * variant.threads, 1, 1),
+            grid=(threadgroups * variant.threads, 1, 1),
             threadgroup=(variant.threads, 1, 1),
         )[:num_outputs]
+
+    def _counts(self, x: mx.array, variant: Tiles) -> mx.array:
+        """Return zeros for one launch alone, in which arrivals are counted.
+
+        ``mx.zeros`` of several launches would be one array in a compiled step, where equal arrays
+        are merged. A kernel's output is its own.
+        """
+        spec = KernelSpec("packed/zeros.cu", ("x",), ("counts",))
+        size = max(SPACING, variant.max_threadgroups)
+        return self._builder.kernel(spec, {"T": x.dtype, "SIZE": size})(
+            inputs=[x],
+            output_shapes=[(size,)],
+            output_dtypes=[mx.uint32],
+            grid=(size, 1, 1),
+            threadgroup=(size, 1, 1),
+        )[0]
 
     def unpacked(self, arrays: Sequence[mx.array], packing: Packing, dtype: mx.Dtype) -> mx.array:
         """Return the weight ``[N, K]`` in a dtype of ``DTYPES``."""

@@ -229,6 +229,10 @@ class Tiles:
 
     text = "packed/tiles.cu"
 
+    def __post_init__(self) -> None:
+        """Check that halves of the depth are not divided again."""
+        assert not self.divides or self.slabs == self.splits == 1, "sums are in two places"
+
     @property
     def threads(self) -> int:
         """Return the threads of a threadgroup: warpgroups that multiply, and one that loads."""
@@ -257,7 +261,7 @@ class Tiles:
         }
 
     def ring(self, form: Format) -> int:
-        """Return of how many spans the scales are in shared memory.
+        """Return the number of spans whose scales are in shared memory.
 
         The first ``stages`` chunks are fetched at once. A later one is fetched when the scales of
         the one that is ``stages - 1`` before it have been read, and those in between are there.
@@ -317,8 +321,6 @@ WIDE_TILES = (
     (32, Tiles(32, 64, 2, 6, 2)),
     (64, Tiles(64, 192, 1, 6)),
     (128, Tiles(128, 192, 1, 6, registers=FOR_64_SUMS)),
-    (256, Tiles(256, 128, 1, 5, registers=FOR_128_SUMS, divides=True)),
-    (512, Tiles(256, 128, 1, 5, registers=FOR_128_SUMS)),
     (1024, Tiles(256, 128, 1, 5, registers=FOR_128_SUMS, divides=True)),
 )
 # SPLIT_TILES: the same for weights of up to MAX_NARROW rows where threadgroups divide the depth.

@@ -20,7 +20,7 @@ inline unsigned twice(unsigned bits) {
 }
 
 // Returns a number times SiLU of its gate (SwiGLU). Both are rounded first; roundings are those of
-// MLX's operations.
+// MLX's operations, but of a reciprocal and a power that are the device's approximate ones.
 template <typename T>
 inline T gated(float gate, float number, T) {
   const float x = float(T(gate));

@@ -1,7 +1,9 @@
 // Threadgroups of a launch that read what others of it have written. Those that are awaited are
 // before them in the grid, so that they have begun already, and wait for none behind them. The
-// serial split-K of CUTLASS relies on the same order. Where it were another one, the launch would
-// fail after some 10 s in place of waiting for ever.
+// serial split-K of CUTLASS relies on the same order. If threadgroups began in another one, the launch
+// would fail after some 10 s in place of waiting for ever; the process has to start anew then, as
+// after any fault of the device. Counts of arrivals, `arrivals_pool`, are an input that threadgroups
+// write: zeros that another launch has made for this one alone.
 constexpr int MAX_POLLS = 1 << 24;
 
 // Waits for the first threads of the threadgroup, so many; 0: for all.

@@ -56,6 +56,7 @@ const int columns = (width + OWN - 1) / OWN;
 const int bases = (num_rows + ROWS - 1) / ROWS;
 const int tiles = bases * columns * SPLITS;
 #if DIVIDES
+static_assert(SLABS == 1 && SPLITS == 1, "sums would be in two places");
 const int rest = tiles % THREADGROUPS;
 const int divided = 2 * rest <= THREADGROUPS ? rest : 0;
 #else

@@ -332,6 +332,7 @@ for (int panel = begin; panel < end; panel++) {
 arrive_threadgroup((unsigned*)arrivals_pool + (LINK - 1) * SPACING);
 #endif
 #if COUNTS
+static_assert(COUNTS <= THREADS, "a thread writes one");
 if (blockIdx.x == 0 && threadIdx.x < COUNTS) {
   counts[threadIdx.x] = 0;
 }
