@@ -54,7 +54,6 @@ inline float from_lane(float x, int lane) {
 }
 
 inline float power(float x) { return exp2f(x); }
-inline float reciprocal(float x) { return 1.0f / x; }
 
 struct Fetch {
   Piece* to;

@@ -7,6 +7,8 @@ alignas(1024) static Piece dynamic_memory[232448 / 16];
 
 inline unsigned shared_place(const void* at) { return (unsigned)(uintptr_t)at; }
 
+inline float reciprocal(float x) { return 1.0f / x; }
+
 template <typename T>
 unsigned multiply_add(unsigned a, unsigned b, unsigned c, T type) {
   return packed(

@@ -49,13 +49,6 @@ inline float power(float x) {
   return result;
 }
 
-// Returns 1 / x, off by a bit at most; 0 for results that would be subnormal.
-inline float reciprocal(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
 // Starts an asynchronous copy of a piece to shared memory (PTX ISA, cp.async). If there is no
 // piece, it writes zeros and reads nothing.
 inline void fetch(Piece* to, const Piece* from, bool exists) {

@@ -9,6 +9,13 @@ inline unsigned shared_place(const void* at) {
   return (unsigned)__cvta_generic_to_shared(at);
 }
 
+// Returns 1 / x, off by a bit at most; 0 for results that would be subnormal.
+inline float reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // Returns a * b + c of two numbers each, rounded once.
 inline unsigned multiply_add(unsigned a, unsigned b, unsigned c, __nv_bfloat16) {
   unsigned result;
