@@ -185,28 +185,21 @@ class PackedKernels:
             most_threadgroups: bounds threadgroups that go on with other tiles, for a trial.
         """
         rows, width = x.shape[0], arrays[0].shape[0]
-        shape, dtype = (rows, 1, width // (2 if around.gates else 1)), x.dtype
-        if isinstance(variant, Tiles) and variant.splits > 1:
-            shape, dtype = (variant.splits, *shape), mx.float32
-        shapes, dtypes = [shape, (around.counts,)], [dtype, mx.uint32]
-        inputs, num_outputs = [x, *arrays, *others], len(around.outputs)
-        shapes, dtypes = shapes[:num_outputs], dtypes[:num_outputs]
+        inputs, outputs = [x, *arrays, *others], _outputs(rows, width, x.dtype, variant, around)
         if isinstance(variant, Tiles) and variant.divides:
-            num_divided = variant.num_divided(rows, width)
             # Where nothing is divided, nothing is counted, and any array will do.
-            inputs += [self._counts(x, variant) if num_divided else arrays[0]]
-            shapes += [(max(1, num_divided), variant.rows * variant.wide)]
-            dtypes += [mx.float32]
+            is_divided = variant.num_divided(rows, width) > 0
+            inputs.append(self._counts(x, variant) if is_divided else arrays[0])
         threadgroups = variant.threadgroups(rows, width)
         if most_threadgroups is not None:
             threadgroups = min(threadgroups, most_threadgroups)
         return self.kernel(Format(packing, x.dtype), variant, around)(
             inputs=inputs,
-            output_shapes=shapes,
-            output_dtypes=dtypes,
+            output_shapes=[shape for shape, _ in outputs],
+            output_dtypes=[dtype for _, dtype in outputs],
             grid=(threadgroups * variant.threads, 1, 1),
             threadgroup=(variant.threads, 1, 1),
-        )[:num_outputs]
+        )[: len(around.outputs)]
 
     def _counts(self, x: mx.array, variant: Tiles) -> mx.array:
         """Return zeros for one launch alone, in which arrivals are counted.
@@ -302,6 +295,22 @@ class PackedKernels:
         if not isinstance(variant, Vectors):
             own = {"GATE": own["GATE"]}
         return self._builder.kernel(spec, {**variant.constants(form), **own})
+
+
+def _outputs(
+    rows: int, width: int, dtype: mx.Dtype, variant: Variant, around: Around
+) -> list[tuple[tuple[int, ...], mx.Dtype]]:
+    """Return the shapes and dtypes of what a product's kernel writes, in the order of its names."""
+    shape = rows, 1, width // (2 if around.gates else 1)
+    if isinstance(variant, Tiles) and variant.splits > 1:
+        return [((variant.splits, *shape), mx.float32)]
+    outputs: list[tuple[tuple[int, ...], mx.Dtype]] = [(shape, dtype)]
+    if around.counts:
+        outputs.append(((around.counts,), mx.uint32))
+    if isinstance(variant, Tiles) and variant.divides:
+        num_divided = max(1, variant.num_divided(rows, width))
+        outputs.append(((num_divided, variant.rows * variant.wide), mx.float32))
+    return outputs
 
 
 def _argument_dtype(name: str, constants: Mapping[str, Constant]) -> mx.Dtype | None:
