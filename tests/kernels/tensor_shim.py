@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import PurePath
@@ -27,3 +28,20 @@ class TensorShim(CudaShim):
             shim = (SHIM / f"{PurePath(name).name}.h").read_text().replace("#pragma once", "")
             header = header.replace(real, shim)
         return super().make(replace(text, header=header), dtypes)
+
+
+class CountedShim(TensorShim):
+    """Counts the kernels that run, by name without constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Any:
+        kernel, name = super().make(text, dtypes), text.name.rpartition("_")[0]
+
+        def counted(**options: Any) -> list[mx.array]:
+            self.counts[name] += 1
+            return kernel(**options)
+
+        return counted

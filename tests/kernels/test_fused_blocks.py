@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -32,7 +31,7 @@ from mlx_parallm.worker.layers.wrapped_calls import WrappedCalls
 from tests.builders.architectures.configs import config_of
 from tests.builders.random_models import stock_model
 from tests.kernels.shim_compile import require_compiler
-from tests.kernels.tensor_shim import TensorShim
+from tests.kernels.tensor_shim import CountedShim, TensorShim
 
 pytestmark = pytest.mark.slow
 
@@ -71,23 +70,6 @@ def few_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try kernels for few rows only: hundreds take long on a CPU."""
     for module in ("packed_kernel", "fused_blocks"):
         monkeypatch.setattr(f"mlx_parallm.worker.layers.{module}.ROW_COUNTS", (1, 2, 4, 16))
-
-
-class CountedShim(TensorShim):
-    """Counts the kernels that run, by name without constants."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def make(self, text: Any, dtypes: Any = None) -> Any:
-        kernel, name = super().make(text, dtypes), text.name.rpartition("_")[0]
-
-        def counted(**options: Any) -> list[mx.array]:
-            self.counts[name] += 1
-            return kernel(**options)
-
-        return counted
 
 
 def packed_model(
