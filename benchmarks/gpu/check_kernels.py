@@ -25,7 +25,7 @@ if __name__ == "__main__":
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.gpu.check_packed import check_chains, check_packed
+from benchmarks.gpu.check_packed import check_chains, check_packed, check_steps
 from mlx_parallm.kernels.language import CudaLanguage, KernelLanguage, MetalLanguage, Tuning
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import LayerShape
@@ -115,7 +115,7 @@ def check(language: KernelLanguage, tuning: Tuning | None = None) -> int:
         verdict = "ok  " if is_right else "FAIL"
         print(f"{verdict} {error:.1e} (reference {beside}) {seconds:5.1f} s  {case}", flush=True)
     failed += check_copies(language) + check_moves(language) + check_packed(language)
-    return failed + check_chains(language) + check_order(language)
+    return failed + check_chains(language) + check_steps(language) + check_order(language)
 
 
 def check_copies(language: KernelLanguage) -> int:
@@ -303,7 +303,7 @@ def main() -> int:
     language = MetalLanguage() if mx.metal.is_available() else CudaLanguage()
     print(f"{language.name}, mlx {getattr(mx, '__version__', '?')}, {mx.device_info()}", flush=True)
     if options.only_packed:
-        failed = check_packed(language) + check_chains(language)
+        failed = check_packed(language) + check_chains(language) + check_steps(language)
     else:
         failed = 0 if options.only_times else check(language)
     if not (options.only_errors or options.only_packed):

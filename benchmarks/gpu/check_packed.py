@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -15,7 +15,7 @@ from mlx_parallm.worker.layers.packed import PackedProducts
 from mlx_parallm.worker.layers.packed_kernel import PackedKernels, kernels_error, why_not
 from mlx_parallm.worker.layers.packing import MXFP4, Packing
 from mlx_parallm.worker.layers.product_chain import Chain, Link
-from mlx_parallm.worker.layers.product_variants import GATES, Around, Format, vectors_for
+from mlx_parallm.worker.layers.product_variants import GATES, Around, Format, Tiles, vectors_for
 
 # DEPTHS: lengths of rows; more and less than what threadgroups load at once.
 DEPTHS = (1024, 4096, 12288)
@@ -28,6 +28,13 @@ AROUNDS = (Around(1e-6), Around(1e-6, gates=True), Around(adds=True), GATES)
 # time with another input.
 CHAINS = ((2048, 1024, 3072), (4096, 4096, 12288))
 CHAIN_TURNS = 200
+# STEP: rows of x, rows of a weight, and their length, where two threadgroups divide the depth of
+# each of the last tiles; STEP_PRODUCTS: so many of them.
+STEP, STEP_PRODUCTS = (256, 24576, 4096), 8
+# PACKINGS: those of chains and steps.
+PACKINGS = (Packing(4, 64), Packing(8, 64), Packing(4, 32, MXFP4))
+#: ``Compile`` makes a function of a step; ``mx.compile`` but in tests.
+Compile = Callable[[Callable[[mx.array], list[mx.array]]], Callable[[mx.array], list[mx.array]]]
 
 
 def check_packed(language: KernelLanguage) -> int:
@@ -55,14 +62,68 @@ def check_chains(language: KernelLanguage) -> int:
     if not language.has_tensor_cores:
         return 0
     failed = 0
-    packings = (Packing(4, 64), Packing(8, 64), Packing(4, 32, MXFP4))
-    for packing, sizes in itertools.product(packings, CHAINS):
+    for packing, sizes in itertools.product(PACKINGS, CHAINS):
         chain = block_chain(Format(packing, mx.bfloat16), *sizes)
         error = ChainTrial(PackedKernels(language), chain).largest_error(CHAIN_TURNS)
         failed += error > 0
         verdict = "ok" if error == 0 else f"error of {error:.4f}"
         print(f"{verdict}  {packing}, chain of {sizes}", flush=True)
     return failed
+
+
+def check_steps(language: KernelLanguage) -> int:
+    """Compare products of a compiled step with the same uncompiled; return how many differ."""
+    if not language.has_tensor_cores:
+        return 0
+    failed = 0
+    for packing in PACKINGS:
+        kernels = PackedKernels(language)
+        variant = kernels.variant_for(Format(packing, mx.bfloat16), *STEP)
+        assert isinstance(variant, Tiles), "rows are too few for others, and too many to unpack"
+        is_right = is_same_compiled(kernels, packing, variant, STEP)
+        failed += not is_right
+        print(f"{'ok' if is_right else 'wrong'}  {packing}, compiled step", flush=True)
+    return failed
+
+
+def is_same_compiled(
+    kernels: PackedKernels,
+    packing: Packing,
+    variant: Tiles,
+    sizes: tuple[int, int, int],
+    compiled: Compile = mx.compile,
+) -> bool:
+    """True if products that follow each other in a compiled step are the same as uncompiled.
+
+    MLX merges equal arrays in a compiled step alone. Tiles are divided, because only then
+    threadgroups wait for others.
+
+    Args:
+        kernels: that multiply.
+        packing: of the weights.
+        variant: of the kernel; two threadgroups divide the depth of some of its tiles.
+        sizes: rows of x, rows of a weight, and their length.
+        compiled: compiles the step.
+    """
+    rows, width, depth = sizes
+    assert variant.num_divided(rows, width), "nothing waits"
+    keys = mx.random.split(mx.random.key(0), STEP_PRODUCTS + 1)
+    weights = [
+        mx.quantize(
+            mx.random.normal((width, depth), mx.bfloat16, key=key),
+            packing.group_size,
+            packing.bits,
+            packing.mode,
+        )
+        for key in keys[1:]
+    ]
+
+    def step(x: mx.array) -> list[mx.array]:
+        return [kernels.product(x, arrays, packing, variant) for arrays in weights]
+
+    x = mx.random.normal((rows, 1, depth), mx.bfloat16, key=keys[0])
+    pairs = zip(step(x), compiled(step)(x), strict=True)
+    return all(mx.array_equal(one, other).item() for one, other in pairs)
 
 
 def block_chain(form: Format, queries: int, hidden: int, inner: int) -> Chain:

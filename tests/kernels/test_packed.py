@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.activations import swiglu
 
+from benchmarks.gpu.check_packed import is_same_compiled
 from mlx_parallm.worker.layers.packed import PackedProducts
 from mlx_parallm.worker.layers.packed_kernel import PackedKernels, why_not
 from mlx_parallm.worker.layers.packing import MXFP4, Packing
@@ -297,6 +298,17 @@ def test_each_launch_has_counts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     for width, count in ((168, 1), (168, 2), (128, 2)):
         kernels.product(x, packed(Q4, mx.bfloat16, width, 1024), Q4, variant)
         assert shim.counts["packed_zeros"] == count
+
+
+def test_a_compiled_step_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where ``mx.compile`` stands in place of these."""
+    require_compiler()
+    monkeypatch.setattr("mlx_parallm.worker.layers.product_variants.PROCESSORS", 2)
+    variant, rows, width, depth = SMALL["divided"]
+    assert isinstance(variant, Tiles)
+    kernels, sizes = PackedKernels(TensorShim()), (rows, width, depth)
+    assert is_same_compiled(kernels, Q4, variant, sizes, lambda step: step)
+    assert not is_same_compiled(kernels, Q4, variant, sizes, lambda step: lambda x: step(x)[::-1])
 
 
 @pytest.mark.parametrize("packing", [Q4, Q8, FP4], ids=str)
