@@ -123,7 +123,7 @@ def is_same_compiled(
 
     x = mx.random.normal((rows, 1, depth), mx.bfloat16, key=keys[0])
     pairs = zip(step(x), compiled(step)(x), strict=True)
-    return all(mx.array_equal(one, other).item() for one, other in pairs)
+    return all(mx.array_equal(*pair).item() for pair in pairs)
 
 
 def block_chain(form: Format, queries: int, hidden: int, inner: int) -> Chain:

@@ -301,7 +301,7 @@ def test_each_launch_has_counts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_compiled_step_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where ``mx.compile`` stands in place of these."""
+    # On a GPU ``mx.compile`` stands in place of these functions.
     require_compiler()
     monkeypatch.setattr("mlx_parallm.worker.layers.product_variants.PROCESSORS", 2)
     variant, rows, width, depth = SMALL["divided"]
