@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 SHIM = Path(__file__).parent / "shim"
-#: ``FLAGS``: Metal 3 is a dialect of C++14.
-FLAGS = ("-std=c++14", "-O0", "-fPIC", "-shared", "-w", "-U_FORTIFY_SOURCE", "-D_XOPEN_SOURCE=600")
+#: ``FLAGS``: Metal 3 is a dialect of C++14. Without ``-O1``, large tiles take twice as long.
+FLAGS = ("-std=c++14", "-O1", "-fPIC", "-shared", "-w", "-U_FORTIFY_SOURCE", "-D_XOPEN_SOURCE=600")
 # LIBRARIES leave out the C++ library, which is half of what the linker would read.
 LIBRARIES = ("-nodefaultlibs", "-lm", "-lc")
 
