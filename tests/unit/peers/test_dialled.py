@@ -67,6 +67,12 @@ def dialled_engine(
     return AsyncEngine(config, life=RemoteLife(config, origin, ignore_progress, **options))
 
 
+@pytest.fixture(autouse=True)
+def patient_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a busy machine take its time to answer."""
+    monkeypatch.setattr("mlx_parallm.peers.origins.DIAL_TIMEOUT_S", PATIENCE_S)
+
+
 @pytest.fixture(scope="module")
 def listener() -> Iterator[Listener]:
     listener = scripted("hello")
