@@ -109,13 +109,7 @@ def is_same_compiled(
     assert variant.num_divided(rows, width), "nothing waits"
     keys = mx.random.split(mx.random.key(0), STEP_PRODUCTS + 1)
     weights = [
-        mx.quantize(
-            mx.random.normal((width, depth), mx.bfloat16, key=key),
-            packing.group_size,
-            packing.bits,
-            packing.mode,
-        )
-        for key in keys[1:]
+        packing.packed(mx.random.normal((width, depth), mx.bfloat16, key=key)) for key in keys[1:]
     ]
 
     def step(x: mx.array) -> list[mx.array]:

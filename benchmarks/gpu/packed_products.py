@@ -88,7 +88,7 @@ def layer_times(
         }
     }
     for column, packing in PACKINGS.items():
-        packed = [mx.quantize(w, packing.group_size, packing.bits, packing.mode) for w in plain]
+        packed = [packing.packed(each) for each in plain]
         products = PackedProducts(packing, weight.depth, "cuda")
         products.kernels = kernels
         multiply = products.parts if weight.is_added else products

@@ -44,7 +44,7 @@ FORMATS = (
 
 def packed(packing: Packing, dtype: mx.Dtype, width: int, depth: int) -> list[mx.array]:
     weight = mx.random.normal((width, depth), dtype, key=mx.random.key(1))
-    return list(mx.quantize(weight, packing.group_size, packing.bits, packing.mode))
+    return packing.packed(weight)
 
 
 def error(

@@ -53,7 +53,7 @@ class ChainTrial:
         keys = mx.random.split(mx.random.key(1000 + number), 2)
         shape, packing = (link.width, link.variant.depth), form.packing
         weight = mx.random.normal(shape, form.dtype, key=keys[0]) * link.variant.depth**-0.5
-        arrays = mx.quantize(weight, packing.group_size, packing.bits, packing.mode)
+        arrays = packing.packed(weight)
         gain = mx.random.normal((link.variant.depth,), form.dtype, key=keys[1])
         return [*arrays, gain] if link.around.epsilon is not None else [*arrays]
 

@@ -97,7 +97,7 @@ class Fusion:
         assert kernels is not None, "there are no variants without"
         keys = mx.random.split(mx.random.key(0), 4)
         weight = mx.random.normal((width, depth), key=keys[0]) * depth**-0.5
-        arrays = mx.quantize(weight.astype(dtype), packing.group_size, packing.bits, packing.mode)
+        arrays = packing.packed(weight.astype(dtype))
         plain = packing.unpacked(arrays, dtype).T
         gain = mx.random.normal((depth,), key=keys[2]).astype(dtype)
         worst = 0.0

@@ -98,7 +98,7 @@ def kernels_error(
     worst = 0.0
     for width in widths:
         weight = mx.random.normal((width, depth), dtype, key=mx.random.key(0))
-        arrays = mx.quantize(weight, packing.group_size, packing.bits, packing.mode)
+        arrays = packing.packed(weight)
         plain = packing.unpacked(arrays, dtype)
         worst = max(worst, largest_error(kernels.unpacked(arrays, packing, dtype), plain))
         for rows, variant in kernels.variants_of(form, depth):

@@ -34,6 +34,10 @@ class Packing:
         """Return the names of a layer's arrays."""
         return ("weight", "scales", "biases") if self.mode == AFFINE else ("weight", "scales")
 
+    def packed(self, weight: mx.array) -> list[mx.array]:
+        """Return the arrays of a plain weight ``[N, K]``, in the order of ``names``."""
+        return list(mx.quantize(weight, self.group_size, self.bits, self.mode))
+
     def product(self, x: mx.array, arrays: Sequence[mx.array]) -> mx.array:
         """Return MLX's product ``x @ weight.T``; ``arrays`` are in the order of ``names``."""
         weight, scales, *biases = arrays

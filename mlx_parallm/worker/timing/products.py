@@ -55,7 +55,7 @@ def time_products() -> tuple[ProductTimes, ...]:
         exact = weight.astype(mx.float32)
         times.append(_times("float32", mx.float32, depth, lambda x: x @ exact.T))
     for name, packing in PACKINGS.items():
-        arrays = mx.quantize(weight, packing.group_size, packing.bits, packing.mode)
+        arrays = packing.packed(weight)
         mx.eval(arrays)
         products = PackedProducts(packing, depth, backend)
         if backend == "cuda":

@@ -21,7 +21,7 @@ WIDTH, DEPTH = 48, 256
 
 def packed(packing: Packing, dtype: mx.Dtype = mx.float32) -> list[mx.array]:
     weight = mx.random.normal((WIDTH, DEPTH), dtype, key=mx.random.key(0))
-    return list(mx.quantize(weight, packing.group_size, packing.bits, packing.mode))
+    return packing.packed(weight)
 
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=str)
