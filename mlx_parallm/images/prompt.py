@@ -17,6 +17,7 @@ from mlx_parallm.images.latest_turn import (
     turn_place,
 )
 from mlx_parallm.images.processor import PreparedImage, host_array
+from mlx_parallm.template_time import at_one_time
 from mlx_parallm.types.content import digest_of
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list, is_mapping, is_sequence
@@ -61,6 +62,7 @@ class ImagePrompt(NamedTuple):
     answer_start: int | None = None
 
 
+@at_one_time()
 def image_prompt(
     messages: Messages,
     images: Sequence[PreparedImage],
@@ -132,6 +134,7 @@ def _with_images(rendered: str, images: Sequence[PreparedImage], form: ImageForm
     return pieces[0] + "".join(image.written.text + after for image, after in shown)
 
 
+@at_one_time()
 def text_prompt(
     messages: Messages,
     form: ImageForm | None,

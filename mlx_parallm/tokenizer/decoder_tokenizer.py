@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from typing_extensions import override
 
+from mlx_parallm.template_time import at_one_time
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.token_limit import ANY_LENGTH, TokenLimit
@@ -87,6 +88,7 @@ class DecoderTokenizer(EncoderTokenizer):
         ]
         return [(*self._begin, *ids, *self._end) for ids in self._plain(texts, limit)]
 
+    @at_one_time()
     def _rendered(self, pairs: Pairs, limit: TokenLimit) -> list[tuple[int, ...]]:
         system = [{"role": "system", "content": self._instruction}] if self._instruction else []
         texts = [

@@ -312,11 +312,9 @@ def _by_transformers(folder: Path, trust_remote_code: bool) -> tuple[HubTokenize
     """Return a folder's tokenizer, and what renders its chats."""
     # Few encoders need it, so processes without MLX import it for those alone.
     from mlx_parallm.tokenizer.libraries import (  # noqa: PLC0415
+        chat_of,
         load_with_transformers,
-        plain_of,
-        renders_as_usual,
     )
 
     loaded = load_with_transformers(folder, trust_remote_code=trust_remote_code)
-    renderer = plain_of(loaded, {}) or loaded
-    return loaded, ChatTemplate(renderer, is_shared=renders_as_usual(loaded))
+    return loaded, ChatTemplate(loaded, chat_of(loaded, {}))

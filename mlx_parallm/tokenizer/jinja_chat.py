@@ -12,7 +12,6 @@ import functools
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +24,7 @@ from jinja2.utils import Namespace
 from tokenizers import Tokenizer
 from typing_extensions import override
 
+from mlx_parallm.template_time import template_now
 from mlx_parallm.tokenizer.lanes import Lanes
 from mlx_parallm.tokenizer.loaded import ChatRenderer, HubTokenizer, TextRenderer
 from mlx_parallm.tokenizer.template_form import TemplateForm, probed_form
@@ -96,8 +96,7 @@ class PlainTokenizer(HubTokenizer, TextRenderer, ChatRenderer):
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], /, *, tokenize: bool, **options: Any
     ) -> str:
-        assert not tokenize, "texts are encoded by the caller"
-        return self._chat.render(conversation, **options)
+        return self._chat.apply_chat_template(conversation, tokenize=tokenize, **options)
 
 
 # _TEMPLATE_ERRORS: exceptions of a Jinja template that was not written for such messages.
@@ -128,10 +127,10 @@ def template_refusals() -> Generator[None]:
 class ChatTemplate:
     """A pooling model's chat template. Its methods may be called from any thread."""
 
-    def __init__(self, tokenizer: ChatRenderer, *, is_shared: bool) -> None:
-        """``tokenizer`` has a chat template; several threads may call it if it ``is_shared``."""
-        self._tokenizer = tokenizer
-        self._lanes = None if is_shared else Lanes(tokenizer)
+    def __init__(self, tokenizer: ChatRenderer, chat: ChatRenderer | None) -> None:
+        """``chat`` renders from any thread; if there is none, ``tokenizer`` does for one."""
+        self._chat = chat
+        self._lanes = Lanes(tokenizer) if chat is None else None
 
     def render(
         self,
@@ -164,10 +163,7 @@ class ChatTemplate:
 
     def _written(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         with template_refusals():
-            if self._lanes is None:
-                return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
-            with self._lanes.use() as tokenizer:
-                return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+            return rendered(self._chat, self._lanes, messages, options)
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -231,8 +227,22 @@ _OF_TOKENIZING = (
 _NEEDS_TOKENIZING = ("sanitize_control_tokens", "return_assistant_tokens_mask")
 
 
+def rendered(
+    chat: ChatRenderer | None,
+    lanes: Lanes[Any] | None,
+    messages: list[dict[str, Any]],
+    options: Mapping[str, Any],
+) -> str:
+    """Return the text of a conversation, by ``chat`` or else by the tokenizers of the lanes."""
+    if chat is not None:
+        return str(chat.apply_chat_template(messages, tokenize=False, **options))
+    assert lanes is not None, "a tokenizer of the lanes renders"
+    with lanes.use() as tokenizer:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+
+
 @dataclass(frozen=True)
-class JinjaChat:
+class JinjaChat(ChatRenderer):
     """The templates of one tokenizer. Its methods may be called from any thread.
 
     Attributes:
@@ -244,6 +254,13 @@ class JinjaChat:
     templates: str | Mapping[str, str] | None
     special_tokens: Mapping[str, str]
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @override
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], /, *, tokenize: bool, **options: Any
+    ) -> str:
+        assert not tokenize, "texts are encoded by the caller"
+        return self.render(conversation, **options)
 
     def render(
         self,
@@ -263,6 +280,8 @@ class JinjaChat:
         """
         template = self._chosen(chat_template, has_tools=tools is not None)
         _check(conversation, add_generation_prompt, continue_final_message, variables)
+        if not all(map(is_mapping, documents or ())):
+            raise TypeError("documents must be a list of objects.")
         for name in (*_OF_TOKENIZING, *_NEEDS_TOKENIZING):
             variables.pop(name, None)
         messages = _messages(conversation)
@@ -455,7 +474,7 @@ def _to_json(
 
 
 def _now(form: str) -> str:
-    return datetime.now().strftime(form)
+    return template_now().strftime(form)
 
 
 @functools.lru_cache(maxsize=128)

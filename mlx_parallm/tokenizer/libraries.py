@@ -52,12 +52,12 @@ def load_with_mlx_lm(
         target = _of_pieces(sides.target, type(hub).__name__, sides.library, eos)
         if sides.source is None:
             return target
-        read = replace(target, renderer=sides.source, hub=sides.source)
+        read = replace(target, renderer=sides.source, hub=sides.source, chat=sides.source)
         return replace(target, source=replace(read, decoder=sides.source.backend_tokenizer))
-    plain = None
-    if wrapper._chat_template is None:
-        # mlx_lm passes templates whether the model thinks.
-        plain = plain_of(hub, {"enable_thinking": wrapper.has_thinking})
+    # mlx_lm passes templates whether the model thinks.
+    thinks = {"enable_thinking": wrapper.has_thinking}
+    chat = None if wrapper._chat_template is not None else chat_of(hub, thinks)
+    plain = None if chat is None else plain_of(hub, chat)
     return LoadedTokenizer(
         class_name=type(hub).__name__,
         library="Python code" if _encoder(hub) is None else "tokenizers",
@@ -65,7 +65,7 @@ def load_with_mlx_lm(
         hub=plain or hub,
         encoder=_encoder(hub),
         decoder=_decoder(hub),
-        is_shared=wrapper._chat_template is None and renders_as_usual(hub),
+        chat=chat,
         has_chat_template=wrapper.has_chat_template or hub.chat_template is not None,
         eos_ids=eos,
     )
@@ -81,7 +81,7 @@ def _of_pieces(
         hub=tokenizer,
         encoder=None,
         decoder=tokenizer.backend_tokenizer,
-        is_shared=True,
+        chat=tokenizer,
         has_chat_template=tokenizer.chat_template is not None,
         eos_ids=eos_ids,
     )
@@ -104,24 +104,24 @@ def _without_advice() -> Generator[None]:
         yield
 
 
-def plain_of(hub: Any, defaults: Mapping[str, Any]) -> PlainTokenizer | None:
-    """Return a tokenizer without transformers that does the same; None if there is none.
+def chat_of(hub: Any, defaults: Mapping[str, Any]) -> JinjaChat | None:
+    """Return what renders a tokenizer's chats without transformers; None: it has code of its own.
 
     ``defaults`` are variables of its templates that a caller may replace.
     """
-    backend = _encoder(hub)
     renders = ("apply_chat_template", "get_chat_template", "special_tokens_map")
-    if backend is None or not all(inherits(hub, name) for name in renders):
+    if not all(inherits(hub, name) and name not in vars(hub) for name in renders):
         return None
-    return PlainTokenizer(backend, JinjaChat(hub.chat_template, hub.special_tokens_map, defaults))
+    return JinjaChat(hub.chat_template, hub.special_tokens_map, defaults)
 
 
-def renders_as_usual(tokenizer: object) -> bool:
-    """True if transformers' own code renders chats, which several threads may call at once.
+def plain_of(hub: Any, chat: JinjaChat) -> PlainTokenizer | None:
+    """Return a tokenizer without transformers that does the same; None if there is none.
 
-    That code does not change the tokenizer: a compiled Jinja template has a context per call.
+    ``chat`` renders as ``hub`` does; see ``chat_of``.
     """
-    return inherits(tokenizer, "apply_chat_template")
+    backend = _encoder(hub)
+    return None if backend is None else PlainTokenizer(backend, chat)
 
 
 def inherits(tokenizer: object, method: str, base: type = PreTrainedTokenizerBase) -> bool:

@@ -79,11 +79,11 @@ class LoadedTokenizer:
     Attributes:
         class_name: the name of transformers' class.
         library: what encodes.
-        renderer: encodes texts, and renders conversations as mlx_lm does.
+        renderer: encodes texts, and renders conversations if nothing else does, as mlx_lm does.
+        chat: renders conversations, from any thread; None: the class has code of its own for it.
         hub: the tokenizer of transformers in it.
         encoder: the Rust tokenizer if the Python class adds nothing to its encoding, else None.
         decoder: likewise for its decoding.
-        is_shared: True if several threads may render chats at once.
         has_chat_template: True if it could render conversations when it was loaded.
         eos_ids: tokens that end generation.
         source: the tokenizer of what an encoder-decoder reads, if it is not that of what it writes.
@@ -92,10 +92,10 @@ class LoadedTokenizer:
     class_name: str
     library: str
     renderer: TextRenderer
+    chat: ChatRenderer | None
     hub: HubTokenizer
     encoder: Tokenizer | None
     decoder: Tokenizer | None
-    is_shared: bool
     has_chat_template: bool
     eos_ids: frozenset[int]
     source: LoadedTokenizer | None = None

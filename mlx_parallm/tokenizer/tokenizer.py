@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_parallm.tokenizer.jinja_chat import template_refusals
+from mlx_parallm.template_time import at_one_time
+from mlx_parallm.tokenizer.jinja_chat import rendered, template_refusals
 from mlx_parallm.tokenizer.lanes import Lanes
 from mlx_parallm.tokenizer.loaded import (
     LoadedTokenizer,
@@ -53,12 +54,11 @@ class ParallmTokenizer:
         self.class_name = loaded.class_name
         self.description = f"{loaded.class_name} ({loaded.library})"
         self._hub = loaded.hub
-        self._renderer = loaded.renderer
         self._eos_ids = loaded.eos_ids
         self._vocabulary = Vocabulary(loaded.hub, loaded.decoder)
         self._released = None if loaded.encoder is None else ReleasedTokenizer(loaded.encoder)
-        self._is_shared = loaded.is_shared
-        needs_lanes = not loaded.is_shared or self._released is None
+        self._chat = loaded.chat
+        needs_lanes = loaded.chat is None or self._released is None
         self._lanes = Lanes(loaded.renderer) if needs_lanes else None
         self._source = None if loaded.source is None else ParallmTokenizer(loaded.source)
         self._limit = ANY_LENGTH
@@ -105,6 +105,7 @@ class ParallmTokenizer:
         return self._takes_tools
 
     @functools.cached_property
+    @at_one_time()
     def _takes_tools(self) -> bool:
         messages = [{"role": "user", "content": "Hello"}]
         try:
@@ -144,6 +145,7 @@ class ParallmTokenizer:
         return self._thinking.merged(defaults or {}, variables)
 
     @functools.cached_property
+    @at_one_time()
     def _thinking(self) -> ThinkingVariables:
         if not self._has_chat_template:
             return ThinkingVariables()
@@ -312,10 +314,7 @@ class ParallmTokenizer:
 
     def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         with template_refusals():
-            if self._is_shared:
-                return str(self._renderer.apply_chat_template(messages, tokenize=False, **options))
-            with self._shared().use() as renderer:
-                return str(renderer.apply_chat_template(messages, tokenize=False, **options))
+            return rendered(self._chat, self._lanes, messages, options)
 
     def _shared(self) -> Lanes[TextRenderer]:
         assert self._lanes is not None, "this tokenizer is called without locks"

@@ -41,7 +41,7 @@ def with_template(template: str) -> ParallmTokenizer:
             hub=plain,
             encoder=backend,
             decoder=backend,
-            is_shared=True,
+            chat=plain,
             has_chat_template=True,
             eos_ids=frozenset(),
         )

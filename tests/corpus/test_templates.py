@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from mlx_parallm.api.chat.request import chat_tools
 from mlx_parallm.api.turns.fields import effort_kwargs
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.images.prompt import ImagePrompt, text_prompt
+from mlx_parallm.template_time import at_one_time
 from mlx_parallm.tokenizer.rewrites import developers_as_systems
 from mlx_parallm.tokenizer.thinking import EFFORTS
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
@@ -119,7 +120,18 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def tokenizer(name: str) -> ParallmTokenizer:
-    return with_template(TEMPLATES[name].read_text())
+    tokenizer = with_template(TEMPLATES[name].read_text())
+    # It finds out what the template takes while time passes.
+    tokenizer.probe_template()
+    return tokenizer
+
+
+@pytest.fixture(autouse=True)
+def time_is_held(tokenizer: ParallmTokenizer) -> Iterator[None]:
+    """Give the texts that a test compares one time."""
+    del tokenizer
+    with at_one_time():
+        yield
 
 
 def raw(tokenizer: ParallmTokenizer, messages: list[Message], tools: Any) -> str | None:

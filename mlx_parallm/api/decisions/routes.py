@@ -30,6 +30,7 @@ from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.turns.generation import named_by, unless_disconnected
 from mlx_parallm.api.turns.prelude import Admitted, PreludeDep
 from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.template_time import at_one_time
 from mlx_parallm.types.request import GenerateRequest
 
 routes = Routes(CHAT, body_limit=INPUT, short=True, in_any_process=True)
@@ -63,6 +64,7 @@ async def encode(body: DecisionRequest, model: GenerationModel) -> list[EncodedQ
     text = input_text(body.input)
     asked_questions = [ask(question, number) for number, question in enumerate(body.questions)]
 
+    @at_one_time()
     def work() -> list[EncodedQuestion]:
         encoder = QuestionEncoder(model, text)
         return [encoder.encode(question) for question in asked_questions]

@@ -18,6 +18,7 @@ from mlx_parallm.api.chat.schema import ChatMessage, turns_of
 from mlx_parallm.api.mezo.rows import says_nothing
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.template_time import at_one_time
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.training import ChoiceInput
 
@@ -35,6 +36,7 @@ class Span:
     weight: float
 
 
+@at_one_time()
 def conversation_input(
     messages: Sequence[ChatMessage],
     tools: Sequence[Mapping[str, Any]] | None,

@@ -15,6 +15,7 @@ from mlx_parallm.api.pooling.inputs.encode import ids_input
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.template_time import at_one_time
 from mlx_parallm.training.records import Example
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.gradients import LossTarget
@@ -66,6 +67,7 @@ def pair_reader(
     return lambda row: _scored(row, model)
 
 
+@at_one_time()
 def _scored(row: PairRow, model: PoolingModel) -> Example:
     first, second = (
         ids_input(_ids(text, row.tools, model), model, "classify", PAIR) for text in _texts(row)
@@ -87,6 +89,7 @@ def _ids(text: str | Turns, tools: Tools, model: PoolingModel) -> tuple[int, ...
     )
 
 
+@at_one_time()
 def _choice(row: PairRow, model: GenerationModel, end: int | None) -> Example:
     """Return two choices behind one prompt: what both begin with, which counts for neither."""
     first, second = (_tokens(text, row.tools, model, end) for text in _texts(row))

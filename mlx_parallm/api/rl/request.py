@@ -35,6 +35,7 @@ from mlx_parallm.images.prompt import (
     image_prompt,
     text_prompt,
 )
+from mlx_parallm.template_time import at_one_time
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 
 # The last tokens decide how a text that follows them is spelled.
@@ -67,6 +68,7 @@ async def encode_items(
         ((each, model) for each in sources), pixel_range_of(body.mm_processor_kwargs)
     )
 
+    @at_one_time()
     def work() -> list[ImagePrompt]:
         pairs = zip(items, prepared, strict=True)
         return [encoder.encode(item, shown, number) for number, (item, shown) in enumerate(pairs)]

@@ -11,6 +11,7 @@ from mlx_parallm.api.turns.images import Images, image_sources
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.template_time import at_one_time
 from mlx_parallm.types.errors import ContextLengthError
 
 
@@ -28,11 +29,12 @@ async def prepare_fitting(
     if image_sources(turn.messages):
         return await prepare_turn(turn, model, images)
     space = model.info.max_model_len - (turn.params.max_tokens or 1)
-    with contextlib.suppress(ContextLengthError):
-        prepared = await prepare_turn(turn, model)
-        if len(prepared.prompt_ids) <= space:
-            return prepared
-    return await prepare_turn(await _shortened(turn, model, space), model)
+    with at_one_time():
+        with contextlib.suppress(ContextLengthError):
+            prepared = await prepare_turn(turn, model)
+            if len(prepared.prompt_ids) <= space:
+                return prepared
+        return await prepare_turn(await _shortened(turn, model, space), model)
 
 
 async def _shortened(turn: TurnRequest, model: GenerationModel, space: int) -> TurnRequest:

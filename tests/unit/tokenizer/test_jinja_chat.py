@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import enum
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from jinja2.exceptions import TemplateError
 from mlx_lm import tokenizer_utils
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken, Tokenizer, models
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
-from mlx_parallm.tokenizer.jinja_chat import PlainTokenizer, template_refusals
-from mlx_parallm.tokenizer.libraries import plain_of
+from mlx_parallm.tokenizer.jinja_chat import JinjaChat, PlainTokenizer, template_refusals
+from mlx_parallm.tokenizer.libraries import chat_of, plain_of
 from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.types.errors import InvalidRequestError
 
@@ -44,7 +45,7 @@ TEMPLATES = (
     "{{ raise_exception('no') }}",
     "{{ messages[-1].reasoning_content }}/{{ messages[-1].thinking }}/{{ messages[-1].reasoning }}",
     "{{ messages[-1].name is defined }}{{ mood }}{{ kind }}{{ thing }}{{ enable_thinking }}",
-    "{% if add_generation_prompt %}prompt{% endif %}{{ strftime_now('%Y-%m-%d') }}",
+    "{% if add_generation_prompt %}prompt{% endif %}{{ strftime_now('day %%') }}",
     "{{ messages[-1].content[0].text }}{{ messages[-1].content }}",
     "{% broken",
     "nothing of the messages",
@@ -77,6 +78,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"continue_final_message": "reasoning_content"},
     {"continue_final_message": True, "add_generation_prompt": True},
     {"mood": Mood.GOOD, "kind": (1, 2.5, [None]), "thing": Thing(), "enable_thinking": False},
+    {"documents": [3]},
     {"documents": [{"title": "t", "text": "x"}], "eos_token": "<other>"},
     {"padding": True, "return_tensors": "np", "max_length": 3, "truncation": True},
     {"sanitize_control_tokens": True},
@@ -94,7 +96,7 @@ def hub_of(template: Any) -> Any:
 
 
 def plain(hub: Any) -> PlainTokenizer:
-    tokenizer = plain_of(hub, {})
+    tokenizer = plain_of(hub, JinjaChat(hub.chat_template, hub.special_tokens_map))
     assert tokenizer is not None
     return pickle.loads(pickle.dumps(tokenizer))
 
@@ -108,10 +110,30 @@ def outcome(tokenizer: Any, chat: list[dict[str, Any]], options: dict[str, Any])
         return "refused"
 
 
+class Characters(PreTrainedTokenizer):
+    """A tokenizer whose code is Python."""
+
+    vocab_size = 256
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(code): code for code in range(256)} | self.added_tokens_encoder
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return ord(token)
+
+
+def characters(template: Any) -> Any:
+    special = {"eos_token": "</s>", "bos_token": AddedToken("a"), "extra_special_tokens": ["<e>"]}
+    hub = Characters(**special)
+    hub.chat_template = template
+    return hub
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_the_texts_are_those_of_transformers(template: str) -> None:
-    hub = hub_of(template)
-    ours = plain(hub)
+@pytest.mark.parametrize("of", [hub_of, characters])
+def test_the_texts_are_those_of_transformers(of: Callable[[Any], Any], template: str) -> None:
+    hub = of(template)
+    ours = chat_of(hub, {}) if of is characters else plain(hub)
     for chat in CHATS:
         for options in OPTIONS:
             wanted = outcome(hub, chat, options)
@@ -157,9 +179,19 @@ def test_a_class_that_renders_itself_is_not_replaced() -> None:
         def apply_chat_template(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
             return "own"
 
+    class OwnTemplate(PreTrainedTokenizerFast):
+        def get_chat_template(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+            return "own"
+
+    class OwnTokens(PreTrainedTokenizerFast):
+        special_tokens_map = {}  # type: ignore[assignment]  # noqa: RUF012
+
     hub = hub_of(None)
-    assert plain_of(hub, {}) is not None
-    assert plain_of(Own(tokenizer_object=hub.backend_tokenizer), {}) is None
+    assert chat_of(hub, {}) is not None
+    for own in (Own, OwnTemplate, OwnTokens):
+        assert chat_of(own(tokenizer_object=hub.backend_tokenizer), {}) is None
+    hub.apply_chat_template = lambda *_, **__: "own"
+    assert chat_of(hub, {}) is None
 
 
 def test_the_templates_words_are_kept() -> None:

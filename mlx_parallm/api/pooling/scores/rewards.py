@@ -23,6 +23,7 @@ from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.pooling.client import PoolingClient
 from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.template_time import at_one_time
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInfo, PoolingInput, Task
 from mlx_parallm.types.token_limit import TokenLimit
@@ -103,6 +104,7 @@ async def reward_inputs(
             text, add_generation_prompt=False, template_kwargs=template_kwargs, limit=here
         )
 
+    @at_one_time()
     def work() -> list[tuple[int, ...]]:
         plain = [text for text in texts if isinstance(text, str)]
         if len(plain) == len(texts):
