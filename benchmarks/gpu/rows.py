@@ -93,6 +93,7 @@ def _packed(name: str, bits: int, mode: str = AFFINE) -> Row:
         (
             Target(packed.SLOWEST, "<=", 1.1),
             Target(packed.OF_MANY_ROWS, "<=", 1.1),
+            Target(packed.OF_PROMPTS, "<=", 1.1),
             Target(packed.AT_ONE_ROW, ">=", 1.5),
         ),
     )
