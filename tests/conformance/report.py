@@ -94,7 +94,8 @@ def last_run() -> str:
     """Return the date and the commit of the run."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return f"Last run: {datetime.now(UTC):%d %B %Y}, on commit {commit.strip()}.\n"
+    today = datetime.now(UTC)
+    return f"Last run: {today.day} {today:%B %Y}, on commit {commit.strip()}.\n"
 
 
 def _table(ran: dict[Suite, list[Outcome]]) -> str:

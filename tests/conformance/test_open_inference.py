@@ -116,7 +116,8 @@ def test_triton_is_told_what_is_wrong(triton: Any, headers: dict[str, str]) -> N
     assert "400 inputs.obs is FP64; expected FP32" in refusal("policy", wide)
     shared = http.InferInput("obs", [3, 4], "FP32")
     shared.set_shared_memory("region", 48)
-    assert refusal("policy", shared).startswith("400 inputs.obs needs")
+    wanted = "400 inputs.obs has the parameter shared_memory_region"
+    assert refusal("policy", shared).startswith(wanted)
     with pytest.raises(InferenceServerException, match="API key"):
         triton.infer("policy", [tensor(OBS)])
 
