@@ -35,7 +35,8 @@ def test_a_text(model: HuggingFaceEndpoint) -> None:
 def test_a_stream(model: HuggingFaceEndpoint) -> None:
     pieces = list(model.stream(SOURCE))
     assert "".join(pieces) == model.invoke(SOURCE)
-    assert len(pieces) == LENGTH
+    # One event may bring several tokens.
+    assert 1 < len(pieces) <= LENGTH
 
 
 async def test_without_blocking(model: HuggingFaceEndpoint) -> None:

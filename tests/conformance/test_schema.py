@@ -18,9 +18,10 @@ CHECKS = [not_a_server_error, content_type_conformance, response_schema_conforma
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 MAX_TOKENS = 16
 # NESTED: lengths are in sampling_params. UNBOUNDED: samples may take the rest of the context, and
-# ids drawn at random are nothing that the model would end.
+# ids drawn at random are nothing that the model would end; with ignore_eos, no answer ends earlier.
 NESTED = ("/inference/v1/generate",)
 UNBOUNDED = (*NESTED, "/v1/rl/rollout")
+RESPONSES = "/v1/responses"
 SCHEMA = schemathesis.openapi.from_url(f"{os.environ['CONFORMANCE_URL']}/openapi.json")
 # Others would wait for ever on a server that was paused at random.
 SCHEMA = SCHEMA.exclude(tag="control")
@@ -32,8 +33,8 @@ def shorten(body: dict[str, Any], path: str) -> None:
     holder = body.get("sampling_params") if path in NESTED else body
     if not isinstance(holder, dict):
         return
-    if path in UNBOUNDED:
-        holder["max_tokens"] = MAX_TOKENS
+    if path in UNBOUNDED or holder.get("ignore_eos") is not None:
+        holder["max_output_tokens" if path == RESPONSES else "max_tokens"] = MAX_TOKENS
     for name in LENGTHS:
         if holder.get(name) is not None:
             holder[name] = MAX_TOKENS
