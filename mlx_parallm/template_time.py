@@ -20,17 +20,14 @@ def template_now() -> datetime:
 
 
 @contextlib.contextmanager
-def at_one_time(time: datetime | None = None) -> Generator[None]:
+def at_one_time() -> Generator[None]:
     """Give all templates that are rendered within one time, on threads of this work too.
 
-    Tokenizers whose class renders chats by code of its own do not ask for it. It may decorate a
-    function that is neither a coroutine nor a generator. Tasks that begin within keep the time:
-    begin none that lasts.
-
-    Args:
-        time: the time; None: that of a caller who holds it already, or the present one.
+    It is that of a caller who holds it already, or the present one. Tokenizers whose class renders
+    chats by code of its own do not ask for it. This may decorate a function that is neither a
+    coroutine nor a generator. Tasks that begin within keep the time: begin none that lasts.
     """
-    token = _HELD.set(time or template_now())
+    token = _HELD.set(template_now())
     try:
         yield
     finally:

@@ -279,9 +279,7 @@ class JinjaChat(ChatRenderer):
             ValueError, TypeError, TemplateError: the options or the messages do not fit.
         """
         template = self._chosen(chat_template, has_tools=tools is not None)
-        _check(conversation, add_generation_prompt, continue_final_message, variables)
-        if not all(map(is_mapping, documents or ())):
-            raise TypeError("documents must be a list of objects.")
+        _check(conversation, documents, add_generation_prompt, continue_final_message, variables)
         for name in (*_OF_TOKENIZING, *_NEEDS_TOKENIZING):
             variables.pop(name, None)
         messages = _messages(conversation)
@@ -312,6 +310,7 @@ class JinjaChat(ChatRenderer):
 
 def _check(
     conversation: Sequence[Mapping[str, Any]],
+    documents: Sequence[Mapping[str, Any]] | None,
     add_generation_prompt: bool,
     continue_final_message: bool | str,
     variables: Mapping[str, Any],
@@ -320,6 +319,7 @@ def _check(
 
     Raises:
         ValueError: options exclude each other, or there is no message.
+        TypeError: a document is no object.
     """
     if not conversation:
         raise ValueError("Cannot apply chat template to an empty conversation.")
@@ -332,6 +332,8 @@ def _check(
     for name in _NEEDS_TOKENIZING:
         if variables.get(name):
             raise ValueError(f"{name} needs tokenize=True.")
+    if not all(map(is_mapping, documents or ())):
+        raise TypeError("documents must be a list of objects.")
 
 
 def _messages(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

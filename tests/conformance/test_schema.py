@@ -33,7 +33,7 @@ def shorten(body: dict[str, Any], path: str) -> None:
     holder = body.get("sampling_params") if path in NESTED else body
     if not isinstance(holder, dict):
         return
-    if path in UNBOUNDED or holder.get("ignore_eos") is not None:
+    if path in UNBOUNDED or holder.get("ignore_eos"):
         holder["max_output_tokens" if path == RESPONSES else "max_tokens"] = MAX_TOKENS
     for name in LENGTHS:
         if holder.get(name) is not None:

@@ -44,7 +44,9 @@ from tests.corpus.template_folder import with_template
 from tests.fake_encoders import make_encoder
 from tests.fakes import make_info
 from tests.ticking_clock import let_time_pass
+from tests.unit.api.mezo.test_conversations import Tokens
 from tests.unit.images.test_prompt import FORM, Bars, encode, render, text_part
+from tests.unit.tokenizer.test_chat import save
 
 TURNS = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls }}{% endfor %}"
@@ -85,30 +87,20 @@ def test_a_caller_holds_the_time(timed: ParallmTokenizer) -> None:
     assert timed.render_chat(MESSAGES) not in texts
 
 
-def test_a_caller_names_the_time(timed: ParallmTokenizer) -> None:
-    with at_one_time(datetime.datetime(2020, 2, 29, 23, 59, 59)):
-        assert timed.render_chat(MESSAGES).startswith("2020-02-29 23:59:59")
+def test_the_time_is_whole(timed: ParallmTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_time_pass(monkeypatch, repeat(datetime.datetime(2020, 2, 29, 23, 59, 59)))
+    assert timed.render_chat(MESSAGES).startswith("2020-02-29 23:59:59")
 
 
 @pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "CodeLlamaTokenizer"])
 def test_classes_with_code_of_their_own_hold_it_too(name: str, tmp_path: Path) -> None:
-    write_folder(tmp_path, name)
-    tokenizer = load_tokenizer(tmp_path, chat_template=TIMED)
+    config = save(tmp_path, TIMED) / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tokenizer_class": name}))
+    tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.description.endswith("(Python code)") == (name == "CodeLlamaTokenizer")
     assert tokenizer.probe_template() == with_template(TURNS).probe_template()
     with at_one_time():
         assert tokenizer.render_chat(MESSAGES) == tokenizer.render_chat(MESSAGES)
-
-
-def write_folder(folder: Path, class_name: str) -> None:
-    """Write a tokenizer of bytes of a class of transformers."""
-    backend = cast("Any", with_template(TURNS))._hub.backend_tokenizer
-    backend.add_special_tokens(["<s>", "</s>", "<unk>"])
-    backend.save(str(folder / "tokenizer.json"))
-    special = {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
-    config = {"tokenizer_class": class_name} | special
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
 
 
 @pytest.mark.parametrize("template", [TURNS, "{# thinking thinking_effort #}" + TURNS])
@@ -151,17 +143,6 @@ def test_both_texts_of_a_pair_have_one_prompt(model: GenerationModel) -> None:
     item = read(PairRow.model_validate(row)).input
     assert isinstance(item, ChoiceInput)
     assert [model.tokenizer.decode(choice) for choice in item.choices] == ["say", "no"]
-
-
-class Ending:
-    """A tokenizer that ends turns with "$"."""
-
-    def __init__(self, tokenizer: ParallmTokenizer) -> None:
-        self._inner = tokenizer
-        self.eos_ids = frozenset(tokenizer.encode("$", add_special_tokens=False))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 def test_equal_texts_of_a_pair_for_rewards_are_found(timed: ParallmTokenizer) -> None:
@@ -246,11 +227,11 @@ async def test_a_conversation_is_cut_at_one_time(
 
 async def test_results_are_appended_behind_their_call(model: GenerationModel) -> None:
     # What the template writes with the results is compared with what it writes without.
-    tokenizer = with_template(
+    tokenizer = Tokens(
         "{% if messages[-1].role == 'tool' and not messages[-2].tool_calls %}"
         "{{ raise_exception('no call') }}{% endif %}" + TIMED.replace("}}{% endfor", "}}${% endfor")
     )
-    model = replace(model, tokenizer=cast("Any", Ending(tokenizer)))
+    model = replace(model, tokenizer=cast("Any", tokenizer))
     result = {"role": "tool", "content": "seen", "tool_call_id": "1"}
     item = RolloutItem.model_validate({"token_ids": [1, 2], "append_messages": [result]})
     body = RolloutRequest.model_validate({"model": "m", "prompts": [item]})

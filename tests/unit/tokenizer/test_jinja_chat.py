@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import datetime, tzinfo
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from jinja2.exceptions import TemplateError
 from mlx_lm import tokenizer_utils
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
+from typing_extensions import override
 
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
+from mlx_parallm.template_time import at_one_time, template_now
 from mlx_parallm.tokenizer.jinja_chat import JinjaChat, PlainTokenizer, template_refusals
 from mlx_parallm.tokenizer.libraries import chat_of, plain_of
 from mlx_parallm.tokenizer.loading import load_tokenizer
@@ -45,7 +49,7 @@ TEMPLATES = (
     "{{ raise_exception('no') }}",
     "{{ messages[-1].reasoning_content }}/{{ messages[-1].thinking }}/{{ messages[-1].reasoning }}",
     "{{ messages[-1].name is defined }}{{ mood }}{{ kind }}{{ thing }}{{ enable_thinking }}",
-    "{% if add_generation_prompt %}prompt{% endif %}{{ strftime_now('day %%') }}",
+    "{% if add_generation_prompt %}prompt{% endif %}{{ strftime_now('%Y-%m-%d') }}",
     "{{ messages[-1].content[0].text }}{{ messages[-1].content }}",
     "{% broken",
     "nothing of the messages",
@@ -85,6 +89,21 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"return_assistant_tokens_mask": True},
     {"messages": [DONE]},
 )
+
+
+class Clock(datetime):
+    @override
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+        return template_now()
+
+
+@pytest.fixture(autouse=True)
+def one_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give both the same time: else a day may end between their texts."""
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+    with at_one_time():
+        yield
 
 
 def hub_of(template: Any) -> Any:
