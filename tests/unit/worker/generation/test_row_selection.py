@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
+import pytest
 from mlx_lm.models import qwen3
 
-from mlx_parallm.worker.generation.row_selection import row_selection
+from mlx_parallm.worker.generation.row_selection import RowSelector, row_selection
 from mlx_parallm.worker.ops import Stages
 from tests.builders.architectures.configs import config_of
 
@@ -38,3 +40,36 @@ def test_each_layer_that_is_no_head_is_a_stage() -> None:
     selector = selecting.wait()
     again = Stages(row_selection(model_of(tied=True), ROWS, chosen=selector.head)).wait()
     assert (selector.active, again.head) == (True, selector.head)
+
+
+class RoundedLinear(nn.Linear):
+    """A layer whose results of one row differ by a rounding from those of several, as on a GPU."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        result = super().__call__(x)
+        return result * (1 + mx.finfo(x.dtype).eps) if len(x) == 1 else result
+
+
+class SwappedLinear(nn.Linear):
+    """A layer that computes another row than it is given if it is given one."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return super().__call__(x[..., ::-1] if len(x) == 1 else x)
+
+
+def selector_of(head: type[nn.Linear], dtype: mx.Dtype) -> RowSelector:
+    model = model_of(tied=False)
+    model.lm_head = head(ROWS, ROWS, bias=False)
+    model.set_dtype(dtype)
+    return Stages(row_selection(model, ROWS)).wait()
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+def test_a_rounding_of_logits_hides_no_head(dtype: mx.Dtype) -> None:
+    assert selector_of(RoundedLinear, dtype).active
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+def test_wrong_logits_are_no_head(dtype: mx.Dtype, caplog: pytest.LogCaptureFixture) -> None:
+    assert not selector_of(SwappedLinear, dtype).active
+    assert "The LM head of this model could not be found" in caplog.text
