@@ -39,7 +39,7 @@ HEADERS = (
     *("packed/numbers.cu", "packed/order.cu"),
 )
 # UNPACK_THREADS: of a threadgroup that unpacks; each unpacks UNPACK_PIECES times 8 numbers.
-UNPACK_THREADS, UNPACK_PIECES = 256, 4
+UNPACK_THREADS, UNPACK_PIECES = 256, 2
 # PACKINGS: the modes and bits of which the texts know the numbers.
 PACKINGS = ((AFFINE, 4), (AFFINE, 8), (MXFP4, 4))
 # MAX_ERROR is in parts of the largest value: 16-bit products are rounded to 8 bits or more.
