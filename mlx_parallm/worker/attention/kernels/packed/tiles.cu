@@ -64,8 +64,9 @@ constexpr int divided = 0;
 #endif
 const int whole = tiles - divided;
 const int items = tiles + divided;
-// A tile, or half of the depth of one. Those with the same rows of the weight are computed at the
-// same time, so that it is read once.
+// A tile, or half of the depth of one. First halves come first, so that their sums are there when
+// the second ones, which come last, are to add them. Tiles with the same rows of the weight are
+// computed at the same time, so that it is read once.
 struct Item {
   int first, base;  // of outputs and of rows of x
   int split, first_span, spans;
@@ -73,9 +74,9 @@ struct Item {
   int half;    // -1: all of it
 };
 const auto item_at = [&](int i) -> Item {
-  const int number = i < whole ? 0 : (i - whole) % divided;
-  const int half = i < whole ? -1 : (i - whole) / divided;
-  const int tile = i < whole ? i : whole + number;
+  const int half = i < divided ? 0 : i < tiles ? -1 : 1;
+  const int number = half == 1 ? i - tiles : i;
+  const int tile = half < 0 ? i - divided : whole + number;
   const int split = tile / bases / columns;
   const int part = half < 0 ? split : half;
   const int parts_of_depth = half < 0 ? SPLITS : 2;
@@ -346,26 +347,36 @@ if (thread_index >= MULTIPLIERS) {
         load_chunk(c + 1);
       }
     }
-    await_tiles<0>();
+    await_sums(sums);
     __syncwarp();
     arrive(&rooms[stage_index == 0 ? STAGES - 1 : stage_index - 1], chunks > 0 && lane == 0);
     first_ring = (first_ring + item.spans) % RING;
 
 #if DIVIDES
     if (item.half >= 0) {
-      float* const half_sums = parts + (Place)item.number * (ROWS / 2 * MULTIPLIERS) + thread_index;
+      Piece* const half_sums =
+          (Piece*)parts + (Place)item.number * (ROWS / 8 * MULTIPLIERS) + thread_index;
       if (item.half == 0) {
 #pragma unroll
-        for (int j = 0; j < ROWS / 2; j++) {
-          half_sums[j * MULTIPLIERS] = sums[j];
+        for (int j = 0; j < ROWS / 8; j++) {
+          Piece four;
+#pragma unroll
+          for (int n = 0; n < 4; n++) {
+            four.at[n] = __float_as_uint(sums[j * 4 + n]);
+          }
+          half_sums[j * MULTIPLIERS] = four;
         }
         arrive_threadgroup<MULTIPLIERS>((unsigned*)arrivals_pool + item.number);
         continue;
       }
       await_threadgroups<MULTIPLIERS>(arrivals_pool + item.number, 1);
 #pragma unroll
-      for (int j = 0; j < ROWS / 2; j++) {
-        sums[j] += half_sums[j * MULTIPLIERS];
+      for (int j = 0; j < ROWS / 8; j++) {
+        const Piece four = half_sums[j * MULTIPLIERS];
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+          sums[j * 4 + n] += __uint_as_float(four.at[n]);
+        }
       }
     }
 #endif

@@ -123,6 +123,17 @@ inline void await_tiles() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
+// Waits for all groups. Sums are not read before: the compiler would move some of them to other
+// registers, and let every product wait for the one before.
+template <int N>
+inline void await_sums(float (&sums)[N]) {
+  await_tiles<0>();
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    asm volatile("" : "+f"(sums[i])::"memory");
+  }
+}
+
 // Prepares what threads wait at until others, so many, and copies have arrived; one thread does it,
 // before a barrier.
 inline void open_arrival(unsigned long long* arrival, int threads) {
