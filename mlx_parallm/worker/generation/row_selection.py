@@ -20,6 +20,7 @@ from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.device.kernel_trial import largest_error
 from mlx_parallm.worker.device.ranks import Ranks, agreed
+from mlx_parallm.worker.layers.row_layers import picked_rows
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.ops import at_once
 from mlx_parallm.worker.weights.loader import LoadedModel
@@ -71,7 +72,7 @@ class RowSelector:
         Indices count over all leading axes. Without a selection the input is returned as it is.
         """
         if self.rows is not None:
-            hidden = hidden.reshape(-1, hidden.shape[-1])[self.rows][:, None]
+            hidden = picked_rows(hidden, self.rows)
         self.note([hidden])
         return hidden
 

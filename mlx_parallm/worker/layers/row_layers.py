@@ -276,6 +276,15 @@ ROW_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
+def picked_rows(x: mx.array, rows: mx.array) -> mx.array:
+    """Return rows of ``[..., K]``, counted over all leading axes, as ``[len(rows), 1, K]``.
+
+    They are in row-major order. An axis that is inserted behind the rows has another stride, with
+    which MLX's product on CUDA reads the weight once for each row.
+    """
+    return x.reshape(-1, 1, x.shape[-1])[rows]
+
+
 def part_of(layer: nn.Module, call: Callable[[mx.array], mx.array], x: mx.array) -> Part:
     """Return a layer's output, and the columns that it is.
 

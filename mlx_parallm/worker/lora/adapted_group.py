@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.worker.layers.row_layers import Part, part_of
+from mlx_parallm.worker.layers.row_layers import Part, part_of, picked_rows
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.rows import AdapterRows
 from mlx_parallm.worker.lora.stack import LinearStack
@@ -112,5 +112,5 @@ def rows_of_output(
     assert context.rows is not None, "the forward has no adapters"
     if context.head_rows is None or y.shape[:-1] == x.shape[:-1]:
         return x, context.rows
-    rows = x.reshape(-1, x.shape[-1])[context.head_rows][:, None]
+    rows = picked_rows(x, context.head_rows)
     return rows, AdapterRows(context.rows.slots[context.head_rows])

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_parallm.worker.layers.row_layers import siblings_of, use_row_layers
+from mlx_parallm.worker.generation.row_selection import RowSelector
+from mlx_parallm.worker.layers.row_layers import picked_rows, siblings_of, use_row_layers
+from mlx_parallm.worker.lora.adapted_group import rows_of_output
+from mlx_parallm.worker.lora.context import AdapterContext
+from mlx_parallm.worker.lora.rows import AdapterRows
 from tests.builders.architectures.configs import config_of
 
 
@@ -198,3 +204,28 @@ def test_queries_of_cross_attention_are_multiplied_alone(names: tuple[str, ...])
         product = model[module][names[0]]["_product"]
         assert len(product.widths) == number
         assert len(siblings_of(f"decoder.{module}.{names[0]}")) == number
+
+
+def _picked_for_the_head(x: mx.array, rows: mx.array) -> mx.array:
+    selector = RowSelector()
+    selector.rows = rows
+    return selector.pick(x)
+
+
+def _picked_for_adapters(x: mx.array, rows: mx.array) -> mx.array:
+    context = AdapterContext()
+    with context.during(AdapterRows.of_step(np.zeros(len(x), np.int32)), rows):
+        return rows_of_output(x, mx.zeros((len(rows), 1, 8)), context)[0]
+
+
+@pytest.mark.parametrize("pick", [picked_rows, _picked_for_the_head, _picked_for_adapters])
+@pytest.mark.parametrize("shape", [(6, 1, 8), (2, 3, 8)])
+def test_picked_rows_are_in_row_major_order(
+    pick: Callable[[mx.array, mx.array], mx.array], shape: tuple[int, ...]
+) -> None:
+    # MLX's product on CUDA takes rows with other strides one by one.
+    x = mx.random.normal(shape, key=mx.random.key(0))
+    rows = pick(x, mx.array([4, 1, 5]))
+    mx.eval(rows)
+    assert np.asarray(rows).strides == (32, 32, 4)
+    assert mx.array_equal(rows[:, 0], x.reshape(-1, 8)[mx.array([4, 1, 5])])
