@@ -14,6 +14,7 @@ from mlx_parallm.adapters.formats import read_adapter
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.kernels.language import KernelLanguage
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.shape_buckets import padded_rows
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
@@ -22,7 +23,7 @@ from mlx_parallm.worker.generation.load.path_choice import choose_path
 from mlx_parallm.worker.generation.paged_cache import KVPools
 from mlx_parallm.worker.generation.paths.sequential import SequentialPath
 from mlx_parallm.worker.generation.step_rows import token_array
-from mlx_parallm.worker.layers.row_layers import Columns
+from mlx_parallm.worker.layers.row_layers import Columns, use_row_layers
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers
 from mlx_parallm.worker.lora.change_kernels import ChangeKernels
 from mlx_parallm.worker.lora.context import AdapterContext
@@ -105,12 +106,15 @@ class Served:
         bits: int | None = None,
         backend: ReferenceAttention | None = None,
         sequential: bool = False,
+        has_row_layers: bool = False,
     ) -> None:
         self._new = lambda: random_model(shape, dtype=mx.float32, bits=bits)
         self.rows = [slot for slot in ROWS if slot in adapters or slot == 0]
         self.backend = backend or ReferenceAttention(BLOCK)
         base = self._new()
         self.model, self.vocab_size = base.model, base.vocab_size
+        if has_row_layers:
+            use_row_layers(self.model, None)
         layouts = probe_layout(self.model)
         width = -(-LENGTH // BLOCK)
         num_blocks = max(64, len(self.rows) * width)
@@ -214,6 +218,38 @@ def test_kernels_change_layers_of_one_input_at_once(
     # The groups are: queries, keys and values; attention's output; gate and up; down; the head.
     num_layers = len(served.model.layers)
     assert kernels.layers[-4 * num_layers - 1 :] == [3, 1, 2, 1] * num_layers + [1]
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+@pytest.mark.parametrize(("shape", "bits"), [("tiny", None), ("tiny", 8), ("tiny tied", None)])
+def test_rows_of_a_head_have_their_own_adapters_where_steps_are_padded(
+    shape: str, bits: int | None, has_kernels: bool
+) -> None:
+    """Check steps as an NVIDIA GPU has them, with as many tokens as the head has rows."""
+    adapters = {1: ADAPTERS[1], 3: ADAPTERS[3], 5: ADAPTERS[5], 6: ADAPTERS[6]}
+    if shape == "tiny tied":
+        adapters = {slot: (untied(adapter[0]), *adapter[1:]) for slot, adapter in adapters.items()}
+    backend = CompiledAttention(BLOCK)
+    served = Served(shape, adapters, bits=bits, backend=backend, has_row_layers=True)
+    if has_kernels:
+        require_compiler()
+        served.path.adapters.kernels = ChangeKernels(CudaShim())
+    head = 6 if shape == "tiny tied" else 3
+    slots = [head, 0, 1, 5, head]
+    # The tokens of five rows are padded to 8, and their five logits too; or to 16 and to 4.
+    for lengths in [(2, 2, 2, 1, 1), (4, 4, 4, 1), (2, 1), (1, 1, 1, 1, 1)]:
+        own = slots[: len(lengths)]
+        sequences = [
+            sequence(i, served.texts[i][:length], 0, slot)
+            for i, (slot, length) in enumerate(zip(own, lengths, strict=True))
+        ]
+        last = [sum(lengths[: i + 1]) - 1 for i in range(len(lengths))]
+        with served.path._selector.noting() as noted:
+            actual = served.path.logits(sequences, token_array(sequences), last)
+        assert [len(each) for each in noted] == [padded_rows(len(lengths))]
+        for i, (slot, length) in enumerate(zip(own, lengths, strict=True)):
+            wanted = served.alone[slot](mx.array([served.texts[i][:length]]))[0, -1]
+            assert mx.allclose(actual[i], wanted, **TOLERANCE), (slot, lengths)
 
 
 def untied(keys: list[str]) -> list[str]:

@@ -6,7 +6,6 @@ calls are wrapped, so that it selects rows before it multiplies; names of parame
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,12 +18,10 @@ from mlx_parallm.models.checkpoints.encoder_decoders import target_vocab_size
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.device.ranks import Ranks, agreed
-from mlx_parallm.worker.layers.row_layers import picked_rows
+from mlx_parallm.worker.layers.row_layers import SELECTED_ROWS, picked_rows
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.ops import at_once
 from mlx_parallm.worker.weights.loader import LoadedModel
-
-logger = logging.getLogger(__name__)
 
 #: NO_HEAD: the number of no module.
 NO_HEAD = -1
@@ -114,9 +111,6 @@ def row_selection(
             return selector
         calls.remove()
         yield
-    logger.warning(
-        "The LM head of this model could not be found: logits of all tokens of a step are computed."
-    )
     return selector
 
 
@@ -178,7 +172,7 @@ def _selecting(original: type, *, method: str, selector: RowSelector) -> Methods
     def selected(self: Any, hidden: mx.array) -> mx.array:
         return getattr(original, method)(self, selector.pick(hidden))
 
-    return {method: selected}
+    return {method: selected, SELECTED_ROWS: lambda _: selector.rows}
 
 
 def _works(model: Any, selector: RowSelector) -> bool:

@@ -182,7 +182,8 @@ class PackedKernels:
             variant: of the kernel; rows of x fit it.
             around: what is computed around the product; for others than ``Vectors`` SwiGLU alone.
             others: inputs of that, in the order of ``Around.inputs``.
-            most_threadgroups: bounds threadgroups that go on with other tiles, for a trial.
+            most_threadgroups: bounds threadgroups that go on with other tiles, for a trial: 1,
+                which waits for no other. Two or more might wait for one behind them in the grid.
         """
         rows, width = x.shape[0], arrays[0].shape[0]
         inputs, outputs = [x, *arrays, *others], _outputs(rows, width, x.dtype, variant, around)

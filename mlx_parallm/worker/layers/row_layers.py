@@ -37,6 +37,8 @@ SIBLINGS = (
     ("in_proj_b", "in_proj_a"),
     ("in_proj_qkvz", "in_proj_ba"),
 )
+#: ``SELECTED_ROWS``: the name of the method by which a head says which rows it computes.
+SELECTED_ROWS = "selected_rows"
 #: ``CROSS_ATTENTION``: names of modules whose queries have another input than keys and values.
 CROSS_ATTENTION = frozenset({"EncDecAttention", "encoder_attn"})
 
@@ -173,10 +175,10 @@ class RowProduct:
         rows = x.shape[0]
         # For one row, MLX's own matrix-vector kernel is faster.
         if self.kernel is not None and 1 < rows <= MAX_ROWS:
-            return list(map(_own_part, self.kernel(x, self.arrays[0], self.widths)))
+            return list(map(own_part, self.kernel(x, self.arrays[0], self.widths)))
         whole = x @ self._view(rows) if self._packed is None else self._packed(x, self.arrays)
         if len(self.widths) == 1:
-            return [_own_part(whole)]
+            return [own_part(whole)]
         ends = [sum(self.widths[: i + 1]) for i in range(len(self.widths) - 1)]
         outputs = mx.split(whole, ends, axis=-1)
         return [
@@ -276,6 +278,15 @@ ROW_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
+def head_rows(layer: nn.Module) -> mx.array | None:
+    """Return the indices of the rows that a layer computes if it is a head that selects some.
+
+    None: it computes all of them.
+    """
+    selected = getattr(type(layer), SELECTED_ROWS, None)
+    return None if selected is None else selected(layer)
+
+
 def picked_rows(x: mx.array, rows: mx.array) -> mx.array:
     """Return rows of ``[..., K]``, counted over all leading axes, as ``[len(rows), 1, K]``.
 
@@ -293,7 +304,7 @@ def part_of(layer: nn.Module, call: Callable[[mx.array], mx.array], x: mx.array)
     product: RowProduct | None = layer.get("_product")
     if product is not None and not layer.training and product.serves(x):
         return product.take_part(layer["_index"], x)
-    return _own_part(call(x))
+    return own_part(call(x))
 
 
 def product_of(layers: Sequence[nn.Module]) -> RowProduct | None:
@@ -314,10 +325,11 @@ def called_part(layer: nn.Module, x: mx.array) -> Part:
     A layer whose calls are wrapped, for adapters, is called: its product is not its output.
     """
     is_plain = type(layer) in ROW_LAYERS.values()
-    return part_of(layer, layer, x) if is_plain else _own_part(layer(x))
+    return part_of(layer, layer, x) if is_plain else own_part(layer(x))
 
 
-def _own_part(output: mx.array) -> Part:
+def own_part(output: mx.array) -> Part:
+    """Return a layer's output that no other layer shares."""
     return Part(output, Columns(output, 0))
 
 

@@ -7,8 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
-from mlx_parallm.worker.layers.row_layers import Part, part_of, picked_rows
+from mlx_parallm.worker.layers.row_layers import (
+    ROW_LAYERS,
+    Part,
+    head_rows,
+    own_part,
+    part_of,
+    picked_rows,
+)
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.rows import AdapterRows
 from mlx_parallm.worker.lora.stack import LinearStack
@@ -21,10 +29,12 @@ class _Layer:
     Attributes:
         module: the layer. Its bias is read at every call, because weights may be replaced.
         call: computes the layer's output without adapters.
+        is_plain: False if its calls were wrapped before: then its product is not its output.
     """
 
     module: Any
     call: Callable[[mx.array], mx.array]
+    is_plain: bool
 
     @property
     def bias(self) -> mx.array | None:
@@ -33,7 +43,9 @@ class _Layer:
 
     def part(self, x: mx.array) -> Part:
         """Return the output, and the columns that it is."""
-        return part_of(self.module, self.call, x)
+        if self.is_plain:
+            return part_of(self.module, self.call, x)
+        return own_part(self.call(x))
 
 
 class AdaptedGroup:
@@ -53,41 +65,40 @@ class AdaptedGroup:
 
     def add(self, path: str, module: Any, call: Callable[[mx.array], mx.array]) -> None:
         """Add the layer with this module path; ``module`` and ``call`` are as in ``_Layer``."""
-        self._layers[path] = _Layer(module, call)
+        self._layers[path] = _Layer(module, call, type(module) in ROW_LAYERS.values())
 
     def take(self, path: str, x: mx.array) -> mx.array:
         """Return a layer's output for x, changed by the adapters of the forward's rows."""
-        rows = self._context.rows
-        assert rows is not None, "the forward has no adapters"
+        layer = self._layers[path]
         if self._context.kernels is None:
-            return self._plain(path, x, self._layers[path].call(x))
+            y = layer.call(x)
+            x, rows = rows_of_output(x, layer.module, self._context)
+            return self._stack(path)(x, y, rows, layer.bias)
         forward = self._context.forward_id
         if x is not self._input or forward != self._forward or path not in self._outputs:
-            self._input, self._forward, self._outputs = x, forward, self._compute(x, rows.slots)
+            self._input, self._forward, self._outputs = x, forward, self._compute(x)
         output = self._outputs.pop(path)
         if not self._outputs:
             self._input = None
         return output
 
-    def _plain(self, path: str, x: mx.array, y: mx.array) -> mx.array:
-        """Return ``y``, the layer's output for x, changed by MLX's operations."""
-        x, rows = rows_of_output(x, y, self._context)
-        return self._stack(path)(x, y, rows, self._layers[path].bias)
-
-    def _compute(self, x: mx.array, slots: mx.array) -> dict[str, mx.array]:
-        """Return the outputs of all layers that have adapters, for rows with these slots."""
+    def _compute(self, x: mx.array) -> dict[str, mx.array]:
+        """Return the outputs of all layers that have adapters."""
         kernels = self._context.kernels
         assert kernels is not None, "there are no kernels"
         stacks = self._context.stacks
         paths = [path for path in self._layers if isinstance(stacks.get(path), LinearStack)]
         parts = {path: self._layers[path].part(x) for path in paths}
         outputs = {path: part.output for path, part in parts.items()}
+        # A head has no siblings, so all layers have the same rows.
+        x, rows = rows_of_output(x, self._layers[paths[0]].module, self._context)
+        slots = rows.slots
         served: list[str] = []
         for path, y in outputs.items():
             if kernels.serves(x, y, self._stack(path), slots):
                 served.append(path)
             else:
-                outputs[path] = self._plain(path, x, y)
+                outputs[path] = self._stack(path)(x, y, rows, self._layers[path].bias)
         if served:
             ys = [outputs[path] for path in served]
             columns = [parts[path].columns for path in served]
@@ -103,14 +114,14 @@ class AdaptedGroup:
 
 
 def rows_of_output(
-    x: mx.array, y: mx.array, context: AdapterContext
+    x: mx.array, layer: nn.Module, context: AdapterContext
 ) -> tuple[mx.array, AdapterRows]:
-    """Return the rows of the input that the output has, and their adapters.
+    """Return the rows of a layer's input that its output has, and their adapters.
 
-    A head may compute only some rows of its input; then ``y`` has fewer rows than x.
+    A head may compute only some rows of its input.
     """
     assert context.rows is not None, "the forward has no adapters"
-    if context.head_rows is None or y.shape[:-1] == x.shape[:-1]:
+    rows = head_rows(layer)
+    if rows is None:
         return x, context.rows
-    rows = picked_rows(x, context.head_rows)
-    return rows, AdapterRows(context.rows.slots[context.head_rows])
+    return picked_rows(x, rows), AdapterRows(context.rows.slots[rows])

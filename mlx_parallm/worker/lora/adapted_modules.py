@@ -153,7 +153,7 @@ def _embedding(original: Any, *, path: str, context: AdapterContext) -> Methods:
         stack = context.stacks.get(path)
         if context.rows is None or not isinstance(stack, EmbeddingStack):
             return y
-        x, rows = rows_of_output(x, y, context)
+        x, rows = rows_of_output(x, self, context)
         return stack.head(x, y, rows)
 
     return {"__call__": call, "as_linear": as_linear}

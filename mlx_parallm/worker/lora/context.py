@@ -20,14 +20,12 @@ class AdapterContext:
 
     Attributes:
         rows: the adapters of the rows of layers' inputs ``[B, L, ...]``; None if no row has one.
-        head_rows: the indices of the rows that the head computes, int32; None if it computes all.
         kernels: the kernels for linear layers of decode rows; None to use MLX's operations alone.
         forward_id: a number that differs between forwards.
     """
 
     def __init__(self) -> None:
         self.rows: AdapterRows | None = None
-        self.head_rows: mx.array | None = None
         self.kernels: ChangeKernels | None = None
         self.forward_id = 0
         self._stacks: dict[str, AdapterStack] = {}
@@ -71,15 +69,14 @@ class AdapterContext:
             stack.set_arrays(own_arrays)
 
     @contextmanager
-    def during(self, rows: AdapterRows | None, head_rows: mx.array | None = None) -> Iterator[None]:
-        """Set ``rows`` and ``head_rows`` for the forward that runs inside the context."""
-        before = self.rows, self.head_rows
-        self.rows, self.head_rows = rows, head_rows
+    def during(self, rows: AdapterRows | None) -> Iterator[None]:
+        """Set ``rows`` for the forward that runs inside the context."""
+        before, self.rows = self.rows, rows
         self.forward_id += 1
         try:
             yield
         finally:
-            self.rows, self.head_rows = before
+            self.rows = before
             self.forward_id += 1
 
     @contextmanager

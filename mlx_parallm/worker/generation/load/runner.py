@@ -30,7 +30,7 @@ from mlx_parallm.worker.generation.inputs.runs import InputComputer
 from mlx_parallm.worker.generation.live_model import LiveModel
 from mlx_parallm.worker.generation.load.image_check import ImageCheck
 from mlx_parallm.worker.generation.load.memory import max_scores
-from mlx_parallm.worker.generation.load.path_choice import checked_length, choose_path
+from mlx_parallm.worker.generation.load.path_choice import PathChoice, checked_length, choose_path
 from mlx_parallm.worker.generation.load.plan import DecoderChoices
 from mlx_parallm.worker.generation.load.proposal_check import choose_proposals
 from mlx_parallm.worker.generation.model_runner import ModelRunner
@@ -128,8 +128,7 @@ def make_runner(  # noqa: PLR0913 - settings, by name
             chosen=chosen.proposals,
             ranks=ranks,
         )
-    if path.name in {"sequential", "alone"}:
-        logger.warning("%s computes one sequence at a time", loaded.path.name)
+    warn_of_slow(loaded, choice)
     yield
     products = product_dtype(loaded.dtype)
     path.adapters.kernels, _ = choose_change_kernels(products, chosen.adapts_by_kernel, ranks)
@@ -207,6 +206,7 @@ def make_draft(
     )
     if choice.path.has_state:
         raise ConfigError(f"{loaded.path} keeps a state and cannot be a draft model.")
+    warn_of_slow(loaded, choice)
     kernels, _ = choose_sampling(vocab_size, dtype, chosen.samples_by_kernel)
     draft = DraftModel(
         choice.path,
@@ -270,6 +270,15 @@ def _facts(
         is_compiled=path.is_compiled,
         keeps_states=path.keeps_states,
     )
+
+
+def warn_of_slow(loaded: LoadedModel, choice: PathChoice) -> None:
+    """Log what makes a model slow."""
+    name = loaded.path.name
+    if choice.path.name in {"sequential", "alone"}:
+        logger.warning("%s computes one sequence at a time", name)
+    elif not choice.selector.active:
+        logger.warning("%s computes the logits of all tokens: no module is its LM head", name)
 
 
 def _has_value_head(loaded: LoadedModel, values: ValueHeads) -> bool:

@@ -100,7 +100,7 @@ class PackedPath(PooledPath):
             source_plan = self._source_plan(sequences)
             step = PackedStep.of(self._backend, sequences, self.two_way, source_plan)
         adapters = None if slots is None else AdapterRows.of_step(slots)
-        with self.adapters.during(adapters, head_rows):
+        with self.adapters.during(adapters):
             logits = self._selector.run(partial(self._forward, token_ids, step), head_rows)
         if compiled is not None:
             compiled.learn(step.plan, source_plan=source_plan)

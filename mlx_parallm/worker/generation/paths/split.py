@@ -126,7 +126,7 @@ class SplitPath(PooledPath):
         states = self._begin(groups)
         kept = [self._keep(*each, step) for each in zip(groups, states, strict=True)]
         head_rows = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
-        with self.adapters.during(AdapterRows.of_step(slots), head_rows):
+        with self.adapters.during(AdapterRows.of_step(slots)):
             logits = self._selector.run(
                 lambda: self._forward(token_ids, step, groups, states, kept), head_rows
             )

@@ -123,11 +123,8 @@ def test_neither_roundings_nor_masks_hide_a_head(head: type[nn.Linear], dtype: m
 
 @DTYPES
 @pytest.mark.parametrize("head", [SwappedLinear, OtherMaskLinear, NanLinear])
-def test_wrong_logits_are_no_head(
-    head: type[nn.Linear], dtype: mx.Dtype, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wrong_logits_are_no_head(head: type[nn.Linear], dtype: mx.Dtype) -> None:
     assert not selector_of(head, dtype).active
-    assert "The LM head of this model could not be found" in caplog.text
 
 
 def test_the_head_of_every_architecture_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,4 +145,4 @@ def test_the_head_of_every_architecture_is_found(monkeypatch: pytest.MonkeyPatch
             continue
     assert len(is_found) > 120
     # Its head is an array, which it multiplies by itself.
-    assert [name for name, found in is_found.items() if not found] == ["talkie"]
+    assert [name for name in is_found if not is_found[name]] == ["talkie"]
