@@ -199,7 +199,8 @@ class RowProduct:
         if rows not in self._views:
             (weight,) = self.arrays
             self._views[rows] = mx.broadcast_to(weight.T, (rows, *reversed(weight.shape)))
-            mx.eval(self._views[rows])
+            # To wait for a view would be to wait for the steps in flight before it.
+            mx.async_eval(self._views[rows])
         return self._views[rows]
 
     def _merge(self) -> None:
