@@ -243,13 +243,20 @@ def test_rows_of_a_head_have_their_own_adapters_where_steps_are_padded(
             sequence(i, served.texts[i][:length], 0, slot)
             for i, (slot, length) in enumerate(zip(own, lengths, strict=True))
         ]
-        last = [sum(lengths[: i + 1]) - 1 for i in range(len(lengths))]
-        with served.path._selector.noting() as noted:
-            actual = served.path.logits(sequences, token_array(sequences), last)
-        assert [len(each) for each in noted] == [padded_rows(len(lengths))]
-        for i, (slot, length) in enumerate(zip(own, lengths, strict=True)):
-            wanted = served.alone[slot](mx.array([served.texts[i][:length]]))[0, -1]
-            assert mx.allclose(actual[i], wanted, **TOLERANCE), (slot, lengths)
+        wanted = mx.concatenate(
+            [
+                served.alone[slot](mx.array([served.texts[i][:length]]))[0]
+                for i, (slot, length) in enumerate(zip(own, lengths, strict=True))
+            ]
+        )
+        ends = [sum(lengths[: i + 1]) - 1 for i in range(len(lengths))]
+        # Those of all tokens too, as log-probabilities of prompts need them, and of some, as
+        # proposals do.
+        for rows in (ends, list(range(sum(lengths))), sorted({0, *ends})):
+            with served.path._selector.noting() as noted:
+                actual = served.path.logits(sequences, token_array(sequences), rows)
+            assert [len(each) for each in noted] == [padded_rows(len(rows))]
+            assert mx.allclose(actual, wanted[mx.array(rows)], **TOLERANCE), (lengths, rows)
 
 
 def untied(keys: list[str]) -> list[str]:
