@@ -193,6 +193,7 @@ class CountedKernels(ChangeKernels):
     def __init__(self, language: KernelLanguage) -> None:
         super().__init__(language)
         self.layers: list[int] = []
+        self.widths: list[list[int]] = []
 
     def __call__(
         self,
@@ -203,6 +204,7 @@ class CountedKernels(ChangeKernels):
         columns: Sequence[Columns] | None = None,
     ) -> list[mx.array]:
         self.layers.append(len(ys))
+        self.widths.append([each.matrix.shape[-1] for each in columns or ()])
         return super().__call__(x, ys, stacks, slots, columns)
 
 
@@ -231,9 +233,10 @@ def test_rows_of_a_head_have_their_own_adapters_where_steps_are_padded(
         adapters = {slot: (untied(adapter[0]), *adapter[1:]) for slot, adapter in adapters.items()}
     backend = CompiledAttention(BLOCK)
     served = Served(shape, adapters, bits=bits, backend=backend, has_row_layers=True)
+    kernels = CountedKernels(CudaShim())
     if has_kernels:
         require_compiler()
-        served.path.adapters.kernels = ChangeKernels(CudaShim())
+        served.path.adapters.kernels = kernels
     head = 6 if shape == "tiny tied" else 3
     slots = [head, 0, 1, 5, head]
     # The tokens of five rows are padded to 8, and their five logits too; or to 16 and to 4.
@@ -257,6 +260,8 @@ def test_rows_of_a_head_have_their_own_adapters_where_steps_are_padded(
                 actual = served.path.logits(sequences, token_array(sequences), rows)
             assert [len(each) for each in noted] == [padded_rows(len(rows))]
             assert mx.allclose(actual, wanted[mx.array(rows)], **TOLERANCE), (lengths, rows)
+    # Queries, keys and values of a layer are columns of one product, and so are gate and up.
+    assert kernels.widths[:4] == [[256] * 3, [64], [256] * 2, [64]] * has_kernels
 
 
 def untied(keys: list[str]) -> list[str]:

@@ -198,9 +198,10 @@ class RowProduct:
         """Return the transposed weight broadcast to ``[rows, K, N]``: then one operation does."""
         if rows not in self._views:
             (weight,) = self.arrays
-            self._views[rows] = mx.broadcast_to(weight.T, (rows, *reversed(weight.shape)))
-            # To wait for a view would be to wait for the steps in flight before it.
-            mx.async_eval(self._views[rows])
+            view = mx.broadcast_to(weight.T, (rows, *reversed(weight.shape)))
+            # To evaluate it at once would be to wait for all steps in flight.
+            mx.async_eval(view)
+            self._views[rows] = view
         return self._views[rows]
 
     def _merge(self) -> None:
