@@ -298,6 +298,11 @@ def picked_rows(x: mx.array, rows: mx.array) -> mx.array:
     return x.reshape(-1, 1, x.shape[-1])[rows]
 
 
+def has_own_calls(layer: nn.Module) -> bool:
+    """True if nothing wraps the calls of a row layer, whose product is its output then."""
+    return type(layer) in ROW_LAYERS.values()
+
+
 def part_of(layer: nn.Module, call: Callable[[mx.array], mx.array], x: mx.array) -> Part:
     """Return a layer's output, and the columns that it is.
 
@@ -315,7 +320,7 @@ def product_of(layers: Sequence[nn.Module]) -> RowProduct | None:
     There is none either if calls of a layer are wrapped, for adapters, or in training mode.
     """
     product: RowProduct | None = layers[0].get("_product")
-    if product is None or any(type(layer) not in ROW_LAYERS.values() for layer in layers):
+    if product is None or not all(map(has_own_calls, layers)):
         return None
     is_alike = [id(layer) for layer in layers] == [id(layer) for layer in product.layers]
     return product if is_alike and not any(layer.training for layer in layers) else None
@@ -326,8 +331,7 @@ def called_part(layer: nn.Module, x: mx.array) -> Part:
 
     A layer whose calls are wrapped, for adapters, is called: its product is not its output.
     """
-    is_plain = type(layer) in ROW_LAYERS.values()
-    return part_of(layer, layer, x) if is_plain else own_part(layer(x))
+    return part_of(layer, layer, x) if has_own_calls(layer) else own_part(layer(x))
 
 
 def own_part(output: mx.array) -> Part:

@@ -10,8 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.worker.layers.row_layers import (
-    ROW_LAYERS,
     Part,
+    has_own_calls,
     head_rows,
     own_part,
     part_of,
@@ -29,12 +29,12 @@ class _Layer:
     Attributes:
         module: the layer. Its bias is read at every call, because weights may be replaced.
         call: computes the layer's output without adapters.
-        is_plain: False if its calls were wrapped before: then its product is not its output.
+        has_own_calls: False if they were wrapped before: then its product is not its output.
     """
 
     module: Any
     call: Callable[[mx.array], mx.array]
-    is_plain: bool
+    has_own_calls: bool
 
     @property
     def bias(self) -> mx.array | None:
@@ -43,7 +43,7 @@ class _Layer:
 
     def part(self, x: mx.array) -> Part:
         """Return the output, and the columns that it is."""
-        if self.is_plain:
+        if self.has_own_calls:
             return part_of(self.module, self.call, x)
         return own_part(self.call(x))
 
@@ -65,7 +65,7 @@ class AdaptedGroup:
 
     def add(self, path: str, module: Any, call: Callable[[mx.array], mx.array]) -> None:
         """Add the layer with this module path; ``module`` and ``call`` are as in ``_Layer``."""
-        self._layers[path] = _Layer(module, call, type(module) in ROW_LAYERS.values())
+        self._layers[path] = _Layer(module, call, has_own_calls(module))
 
     def take(self, path: str, x: mx.array) -> mx.array:
         """Return a layer's output for x, changed by the adapters of the forward's rows."""

@@ -206,6 +206,22 @@ def test_queries_of_cross_attention_are_multiplied_alone(names: tuple[str, ...])
         assert len(siblings_of(f"decoder.{module}.{names[0]}")) == number
 
 
+def test_a_new_number_of_rows_waits_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(8, 4, bias=False))
+    model.eval()
+    assert use_row_layers(model, None) == 1
+    x = mx.random.normal((4, 1, 8), key=mx.random.key(0))
+    wanted = x @ model.layers[0].weight.T
+
+    def wait(*_: object) -> None:
+        raise AssertionError("steps in flight are awaited")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", wait)
+        actual = model(x)
+    assert mx.allclose(actual, wanted)
+
+
 def _picked_for_the_head(x: mx.array, rows: mx.array) -> mx.array:
     selector = RowSelector()
     selector.rows = rows
