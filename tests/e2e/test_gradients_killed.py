@@ -34,6 +34,8 @@ NUM_KILLS, NUM_STEPS = 20, 100
 NUM_CLIENTS = 3
 # MOST_ANSWERS: of the traffic, before a kill.
 MOST_ANSWERS = 60
+# STEPS_BETWEEN: two changes of weights; more than are made from one checkpoint to the next.
+STEPS_BETWEEN = 8
 ESTIMATOR = {"kind": "gradient", "learning_rate": 1e-3, "warmup_steps": 2, "checkpoint_every": 7}
 PAIRS = [
     {"prompt": f"{number} and {number}: ", "chosen": "joyful", "rejected": "dull and empty"}
@@ -247,8 +249,11 @@ def test_evictions_and_other_weights_change_no_bit(
     with served(tmp_path, roots, *flags) as (_, client):
         paths = begun(client)
         for number in range(6):
-            # A session that runs keeps its model in memory; the other's run must not end here.
-            for path in paths:
+            while client.get(paths[1]).json()["step"] < STEPS_BETWEEN * number:
+                continue
+            # A session that runs keeps its model in memory. The other's run must not end here, so
+            # it is paused first: a pause waits for a step, which may load a model.
+            for path in reversed(paths):
                 asked(client, f"{path}/pause")
             before = client.get(paths[1]).json()["step"]
             asked(client, "/classify", model=CLASSIFIER, input=[f"a film {number}"])
