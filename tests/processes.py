@@ -12,6 +12,12 @@ def engines_of(parent: int) -> list[int]:
     return [pid for pid, arguments in _children(parent) if "engine_process" in arguments]
 
 
+def is_replaced(parent: int, engine: int) -> bool:
+    """True if there is another engine process in the place of one of two."""
+    engines = engines_of(parent)
+    return engine not in engines and len(engines) == 2
+
+
 def children_of(parent: int) -> list[int]:
     """Return the ids of the processes that a process has started, in ascending order."""
     return [pid for pid, _ in _children(parent)]

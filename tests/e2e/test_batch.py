@@ -75,10 +75,12 @@ class RunningBatch:
             cwd=ROOT,
             env={**user_environment(), **POOL},
         )
+        # Engines are there before a line is answered, and until all lines are.
+        while len(engines := engines_of(self.process.pid)) < 2:
+            assert self.process.poll() is None
+        self.engines = engines
         while not (self.target.exists() and self.target.read_text()):
-            with pytest.raises(subprocess.TimeoutExpired):
-                self.process.wait(0.1)  # time limit: of one question
-        self.engines = engines_of(self.process.pid)
+            continue
 
 
 @pytest.mark.engines

@@ -65,7 +65,8 @@ def test_a_batch_survives_two_kills(tmp_path: Path) -> None:
         ).id
     answered = []
     for share in (NUM_LINES // 4, NUM_LINES // 2):
-        batch = wait_for(server, batch_id, share)
+        # A fast machine may have answered more lines than that before the first kill.
+        batch = wait_for(server, batch_id, max([share, *(number + 1 for number in answered)]))
         assert batch.status == "in_progress"
         assert batch.request_counts is not None
         answered.append(batch.request_counts.completed + batch.request_counts.failed)

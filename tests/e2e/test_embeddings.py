@@ -108,11 +108,18 @@ def test_many_clients_get_their_own_vectors_while_a_model_generates(
     texts = [" ".join(f"w{5 + (n * k) % 60}" for k in range(1, 2 + n % 20)) for n in range(120)]
     alone = np.concatenate([vectors(client, text) for text in texts[:12]])
     stream = client.completions.create(
-        model="demo", prompt="1, 2, 3,", max_tokens=14, stream=True, extra_body={"ignore_eos": True}
+        model="demo",
+        prompt="1, 2, 3,",
+        max_tokens=14,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
     )
     with ThreadPoolExecutor(8) as pool:
         embedded = list(pool.map(lambda n: vectors(client, texts[n : n + 40]), range(0, 80, 10)))
-    assert sum(bool(chunk.choices[0].text) for chunk in stream) > 5
+    *_, last = stream
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 14
     for begin, rows in zip(range(0, 80, 10), embedded, strict=True):
         assert rows.shape == (40, 32)
         if begin == 0:

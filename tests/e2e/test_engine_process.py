@@ -115,7 +115,7 @@ def test_gateways_see_the_adapters_of_requests(server: ServerProcess) -> None:
     query = {"name": "gateway", "config": json.dumps(CONFIG)}
     raw = {"content-type": "application/octet-stream"}
     body = {"model": "gateway", "prompt": "1", "max_tokens": 1}
-    endless = body | {"max_tokens": 400, "ignore_eos": True, "stream": True}
+    endless = body | {"max_tokens": 7000, "ignore_eos": True, "stream": True}
     none = {"max_lora": "8", "running_lora_adapters": "", "waiting_lora_adapters": ""}
     with httpx2.Client(base_url=server.url) as http, ThreadPoolExecutor(1) as pool:
         sent = http.post("/v1/update_adapter_weights", content=upload(1), params=query, headers=raw)
@@ -136,7 +136,7 @@ def test_gateways_see_the_adapters_of_requests(server: ServerProcess) -> None:
 
 
 def test_a_dropped_stream_frees_its_blocks(server: ServerProcess) -> None:
-    body = {"model": MODEL, "prompt": "count", "max_tokens": 400, "stream": True}
+    body = {"model": MODEL, "prompt": "count", "max_tokens": 7000, "stream": True}
     with httpx2.Client(base_url=server.url) as http:
         with http.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as response:
             next(response.iter_lines())
@@ -192,14 +192,15 @@ def test_signals_end_a_server_whose_engine_hangs(flags: tuple[str, ...], num_sig
 def test_the_server_ends_with_its_engine() -> None:
     server = ServerProcess(*FLAGS, is_forked=False)
     server.wait_until_ready()
-    body = {"model": MODEL, "prompt": "go", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    engine = engine_of(server)
+    body = {"model": MODEL, "prompt": "go", "max_tokens": 7000, "stream": True, "ignore_eos": True}
     with (
         httpx2.Client(base_url=server.url) as http,
         http.stream("POST", "/v1/completions", json=body) as response,
     ):
         lines = response.iter_lines()
         next(lines)
-        os.kill(engine_of(server), signal.SIGKILL)
+        os.kill(engine, signal.SIGKILL)
         log = "".join(lines)
     assert "The engine thread died." in log
     assert server.process.wait() == 1

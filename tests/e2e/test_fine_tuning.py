@@ -195,7 +195,7 @@ def test_scores_learn_what_is_preferred(
 
 def test_beta_is_chosen_by_auto(client: openai.OpenAI) -> None:
     file = upload(client, OPENAI_PAIRS)
-    job = create(client, training_file=file, method=by("dpo", beta="auto"))
+    job = create(client, training_file=file, method=by("dpo", beta="auto", n_epochs=500))
     client.fine_tuning.jobs.cancel(job.id)
     assert job.to_dict()["method"]["dpo"]["hyperparameters"]["beta"] == 0.1  # type: ignore[index]
 
@@ -210,7 +210,9 @@ def test_events_come_in_pages(client: openai.OpenAI, server: ServerProcess) -> N
     data: Any = metrics[0].data
     assert data["step"] == 4
     assert data["train_loss"] > 0
-    own = create(client, metadata={"kind": "own", "more": ""})
+    # It is cancelled long before its end.
+    method = {"type": "supervised", "supervised": {"hyperparameters": HYPER | {"n_epochs": 500}}}
+    own = create(client, method=method, metadata={"kind": "own", "more": ""})
     client.fine_tuning.jobs.cancel(own.id)
     for metadata in ({"kind": "own"}, {"kind": "own", "more": ""}):
         listed = client.fine_tuning.jobs.list(metadata=metadata)

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS
 from tests.e2e.test_mezo import MODEL, OBJECTIVE, ROWS, events
 from tests.mezo_sessions import asked
-from tests.processes import engines_of
+from tests.processes import engines_of, is_replaced
 from tests.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
@@ -231,7 +231,7 @@ def kill_engine(
     killed = draw.choice(engines_of(process.process.pid))
     os.kill(killed, signal.SIGKILL)
     # The server ends when it has no engine left.
-    while killed in (engines := engines_of(process.process.pid)) or len(engines) < 2:
+    while not is_replaced(process.process.pid, killed):
         clients.take(1)
     while client.get("/ready").json()["ready"] != 2:
         clients.take(1)

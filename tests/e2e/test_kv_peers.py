@@ -103,7 +103,9 @@ def second(first: ServerProcess) -> Iterator[ServerProcess]:
 def test_a_prefix_comes_from_a_peer(first: ServerProcess, second: ServerProcess) -> None:
     prompt = prompt_of(1)
     cold, memory = ask(first, prompt), ask(first, prompt)
+    # What it reads first may be some of the prompt's blocks.
     wait_for_blocks(second)
+    wait_for_news(first, second)
     answer = ask(second, prompt)
     assert texts(answer) == texts(memory)
     assert texts(answer)[0][0] == texts(cold)[0][0]

@@ -38,6 +38,8 @@ from tests.engine_action import Do
 PROMPT = tuple(range(50, 90))
 KEYS = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]
 RANK = 4
+#: Tokens of a request that is far from its end when the engine carries out the next command.
+MANY = 150
 
 
 def policies_of(loop: LoopState) -> Policies:
@@ -202,8 +204,8 @@ async def test_a_running_request_goes_on_with_the_new_version(
 ) -> None:
     first, second = adapter(tmp_path, shapes, 1), adapter(tmp_path, shapes, 2)
     await engine.control.load_adapter(AdapterUpload(name="p", weights=first, version="a"))
-    alone = await generate(engine, "p", "alone", 60)
-    running = await begin(engine, "p", "running", 60)
+    alone = await generate(engine, "p", "alone", MANY)
+    running = await begin(engine, "p", "running", MANY)
     await engine.control.pause(PauseMode.KEEP)
     await engine.control.load_adapter(
         AdapterUpload(name="p", weights=second, version="b", replaces=True)
@@ -212,10 +214,10 @@ async def test_a_running_request_goes_on_with_the_new_version(
     straddling = await running
     assert {*straddling.versions} == {"a", "b"}
     switch = straddling.versions.index("b")
-    assert straddling.versions == ["a"] * switch + ["b"] * (60 - switch)
+    assert straddling.versions == ["a"] * switch + ["b"] * (MANY - switch)
     assert straddling.tokens[:switch] == alone.tokens[:switch]
     # KV computed with both versions is not cached.
-    after = await generate(engine, "p", "after", 60)
+    after = await generate(engine, "p", "after", MANY)
     assert after.num_cached == 0
     assert set(after.versions) == {"b"}
 
@@ -292,8 +294,8 @@ async def test_a_load_by_name_replaces_no_upload(
 
 async def test_pauses(engine: AsyncEngine) -> None:
     control = engine.control
-    alone = await generate(engine, DEMO_NAME, "alone", 40)
-    kept = await begin(engine, DEMO_NAME, "kept", 40)
+    alone = await generate(engine, DEMO_NAME, "alone", MANY)
+    kept = await begin(engine, DEMO_NAME, "kept", MANY)
     assert await control.pause(PauseMode.KEEP) == 1
     assert control.is_paused
     queued = asyncio.ensure_future(generate(engine, DEMO_NAME, "queued", 4))
@@ -303,17 +305,17 @@ async def test_pauses(engine: AsyncEngine) -> None:
     await control.resume()
     assert (await kept).tokens == alone.tokens
     assert (await queued).tokens == alone.tokens[:4]
-    cut = await begin(engine, DEMO_NAME, "cut", 40)
+    cut = await begin(engine, DEMO_NAME, "cut", MANY)
     assert await control.pause(PauseMode.ABORT) == 1
     assert (await cut).finish is FinishReason.ABORT
     with pytest.raises(PausedError):
         await generate(engine, DEMO_NAME, "late")
     await control.resume()
-    whole = await begin(engine, DEMO_NAME, "whole", 40)
+    whole = await begin(engine, DEMO_NAME, "whole", MANY)
     # A request held by another pause is waited for too.
     await control.pause(PauseMode.KEEP)
     await control.pause(PauseMode.WAIT)
     assert whole.done()
     assert (await whole).tokens == alone.tokens
     await control.resume()
-    assert (await generate(engine, DEMO_NAME, "end", 40)).tokens == alone.tokens
+    assert (await generate(engine, DEMO_NAME, "end", MANY)).tokens == alone.tokens

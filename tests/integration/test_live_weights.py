@@ -223,12 +223,13 @@ async def test_an_update_is_a_fresh_server_with_those_weights(
 async def test_running_requests_go_on_with_new_weights(
     engine: AsyncEngine, folders: dict[float, Path]
 ) -> None:
-    alone = await generate(engine, NAME, "alone", 60)
-    running = await begin(engine, NAME, "running", 60)
+    alone = await generate(engine, NAME, "alone", 150)
+    # It is far from its end when the weights change.
+    running = await begin(engine, NAME, "running", 150)
     await engine.control.update_weights_from_folder(str(folders[0.5]), version="b")
     straddling = await running
     switch = straddling.versions.index("b")
-    assert straddling.versions == [DEFAULT_VERSION] * switch + ["b"] * (60 - switch)
+    assert straddling.versions == [DEFAULT_VERSION] * switch + ["b"] * (150 - switch)
     assert straddling.tokens[:switch] == alone.tokens[:switch]
     await engine.control.set_version("c")
     named = await generate(engine, NAME, "named", 4)
