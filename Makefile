@@ -66,7 +66,7 @@ test-slow: $(DEV_STAMP) ## Types and the tests marked slow: kernels, kills and r
 
 # Suites that hold for any number of engines and of HTTP processes.
 ENGINE_SUITES := abort api_answers batches cache_scope client_adapters embeddings encoder_routes \
-	in_flight keys late_interaction live_adapters live_nets live_weights logprobs mezo mezo_prompts mezo_reward min_tokens mixed_models mlm \
+	in_flight keys late_interaction live_adapters live_nets live_weights logprobs mezo mezo_prompts mezo_requests mezo_reward min_tokens mixed_models mlm \
 	model_loading models_by_name images ollama open_inference prompt_embeds responses_live rewarded_rollouts rl_logprobs rollout scores serve \
 	sglang speculation speech structured token_generate tools
 test-engines: $(DEV_STAMP) ## Tests of adapters, weights, rollouts and more against two engines and two HTTP processes

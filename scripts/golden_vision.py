@@ -27,14 +27,8 @@ from safetensors.numpy import save_file
 
 from mlx_parallm.images.families import FAMILIES
 from scripts.golden_encoders import lines, numbers
-from scripts.golden_vision_cases import (
-    CASES,
-    SHOWN_ROWS,
-    SPECIALS,
-    VOCAB,
-    VisionCase,
-    golden_image,
-)
+from scripts.golden_vision_cases import CASES
+from scripts.golden_vision_parts import SHOWN_ROWS, SPECIALS, VOCAB, VisionCase, golden_image
 from tests.golden_weights import golden_weight
 
 FOLDER = Path(__file__).parent.parent / "tests" / "golden" / "vision"

@@ -15,7 +15,7 @@ from mlx_parallm.images.form import ImageForm
 from mlx_parallm.images.processor import ImageProcessor
 from mlx_parallm.images.prompt import image_input
 from mlx_parallm.types.model_input import ModelInput, Span
-from scripts.golden_vision_cases import SPECIALS, golden_image
+from scripts.golden_vision_parts import SPECIALS, golden_image
 from tests.encoder_folders import golden_arrays
 
 GOLDEN = Path(__file__).parent / "golden" / "vision"

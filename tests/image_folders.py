@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from mlx_parallm.models.decoder_classes import decoder_classes
 from mlx_parallm.models.vision.checkpoint import TOWER
-from scripts import golden_vision_cases
+from scripts import golden_vision_parts
 from tests.golden_images import read_vision, write_vision
 
 VOCAB = 96
@@ -69,7 +69,7 @@ def write_qwen(folder: Path) -> Path:
     """Write the golden Qwen2.5-VL with a tokenizer."""
     write_vision(folder, read_vision("qwen2_5_vl"))
     mark = "<|vision_start|> <|image_pad|> <|vision_end|>"
-    write_words(folder, PARTS.replace("<image>", mark), golden_vision_cases.SPECIALS, 15)
+    write_words(folder, PARTS.replace("<image>", mark), golden_vision_parts.SPECIALS, 15)
     return folder
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from scripts.golden_vision_cases import SPECIALS
+from scripts.golden_vision_parts import SPECIALS
 from tests.encoder_folders import golden_arrays
 from tests.golden_images import read_vision, write_vision
 from tests.image_folders import PARTS, TEXTS, write_words

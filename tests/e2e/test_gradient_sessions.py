@@ -16,8 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.e2e.test_mezo import MODEL, ROWS, SESSION, events
-from tests.mezo_sessions import asked, served_loss
+from tests.mezo_sessions import MODEL, ROWS, SESSION, asked, events, served_loss
 from tests.server_process import ServerProcess
 
 SESSIONS = "/v1/training/sessions"

@@ -21,8 +21,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS
-from tests.e2e.test_mezo import MODEL, OBJECTIVE, ROWS, events
-from tests.mezo_sessions import asked
+from tests.mezo_sessions import MODEL, OBJECTIVE, ROWS, asked, events
 from tests.processes import engines_of, is_replaced
 from tests.server_process import ServerProcess
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from mlx_parallm.client import RequestFailedError, RLClient, Rollout
 from mlx_parallm.media.image_file import image_url
-from scripts.golden_vision_cases import SPECIALS, golden_image
+from scripts.golden_vision_parts import SPECIALS, golden_image
 from tests.image_folders import write_llava, write_qwen
 from tests.server_process import ServerProcess
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 from PIL import Image
 
-from scripts.golden_vision_cases import golden_image
+from scripts.golden_vision_parts import golden_image
 from tests.image_folders import TEXTS, write_llava, write_qwen
 from tests.message_events import input_tokens_of
 from tests.pdf_files import pdf_of

@@ -11,9 +11,8 @@ from threading import Event, Thread
 import httpx2
 import pytest
 
-from tests.e2e.test_mezo import events
 from tests.e2e.test_mezo_reward import Judge, begin
-from tests.mezo_sessions import asked
+from tests.mezo_sessions import asked, events
 from tests.processes import engines_of
 from tests.server_process import ServerProcess
 

@@ -13,8 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mlx_parallm.demo_models.folders import DEMO_FOLDERS, PREFIX
-from tests.e2e.test_mezo import SESSION, begin, events
-from tests.mezo_sessions import asked
+from tests.mezo_sessions import SESSION, asked, begin, events
 from tests.server_process import ServerProcess
 
 MLM, SENTIMENT = DEMO_FOLDERS[PREFIX + "mlm"], DEMO_FOLDERS[PREFIX + "sentiment"]

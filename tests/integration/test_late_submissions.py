@@ -15,6 +15,7 @@ from mlx_parallm.generation.kv_memory import free_bytes
 from mlx_parallm.types.step import NoTracer
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.lora import adapter_store
+from tests.busy_run import SOURCE_POOL, BusyRun, run_busily
 from tests.compiled_attention import CompiledAttention, OrderedAttention
 from tests.hybrid_folder import write_hybrid
 from tests.integration.test_parity_generate import (
@@ -24,7 +25,6 @@ from tests.integration.test_parity_generate import (
     shared_runner,
 )
 from tests.integration.test_speculation import generate, with_draft
-from tests.integration.test_worker_replay import SOURCE_POOL, BusyRun, run_busily
 from tests.late_dispatcher import SubmissionWatch
 from tests.recorded_worker import MODULES
 

@@ -30,15 +30,9 @@ from mlx_parallm.types.request import SLEEP_TAGS, GenerateRequest, SamplingParam
 from mlx_parallm.worker.ops import Allocate, Load, Unload
 from mlx_parallm.worker.worker import Worker
 from tests.fakes import make_info
-from tests.rank_simulator import (
-    NO_MEMORY,
-    REFUSED,
-    WEIGHT,
-    SimulatedSpec,
-    lone_worker,
-    simulated_world,
-)
+from tests.rank_simulator import NO_MEMORY, REFUSED, WEIGHT, SimulatedSpec
 from tests.scheduler_harness import make_kv
+from tests.simulated_world import lone_worker, simulated_world
 from tests.version_harness import NUM_SNAPSHOTS, NoMetrics, Tokenizer
 
 # Each refusal for lack of memory searches for garbage.

@@ -14,8 +14,8 @@ from mlx_parallm.generation.kv_cache.peer.exports import Exports
 from mlx_parallm.generation.kv_cache.peer.filters import UID_BYTES, ContentFilter
 from mlx_parallm.types.errors import NotFoundError
 from tests.kv_peers import OWNER
+from tests.stored_prompts import OTHER, PROMPT, ask
 from tests.unit.generation.kv_cache.peer.test_exports import Server
-from tests.unit.generation.scheduler.test_restore import OTHER, PROMPT, ask
 
 
 @dataclass

@@ -22,7 +22,7 @@ from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.generation.inputs.rotary_rows import RotarySeam
 from mlx_parallm.worker.generation.inputs.rows import InputFeatures
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
-from scripts.golden_vision_cases import SHOWN_ROWS
+from scripts.golden_vision_parts import SHOWN_ROWS
 from tests.golden_images import vision_names
 from tests.image_sessions import MAX_LEN, ImageSession, golden_of, images_of, loaded_of
 

@@ -13,6 +13,8 @@ from mlx_parallm.training.batches import BatchOrder
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Example, MezoRecord, Mode, SessionConfig, StepRecord
 from mlx_parallm.training.requests import TrainingRequest
+from mlx_parallm.training.service import TrainingService
+from mlx_parallm.training.session import Session
 from mlx_parallm.training.settings import MezoSettings
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import TrainableSpec
@@ -45,6 +47,8 @@ CONFIG = SessionConfig(
     created_at=0,
 )
 
+Open = Callable[..., TrainingService]
+
 
 def config_of(**changes: Any) -> Callable[[str, int], SessionConfig]:
     """Return what makes a session's settings, with some that differ from ``CONFIG``."""
@@ -57,6 +61,14 @@ def mezo(record: StepRecord) -> MezoRecord:
     return record
 
 
+async def begin(service: TrainingService, **changes: Any) -> Session:
+    return await service.create(config_of(**changes), EXAMPLES)
+
+
+async def digest(session: Session, step: int | None = None) -> str:
+    return (await session.weights(step)).digest
+
+
 def three_layers(folder: Path) -> Path:
     """Write the model with another layer at the top."""
     golden = read_golden("bert_masked_lm")
@@ -67,6 +79,14 @@ def three_layers(folder: Path) -> Path:
         if ".layer.1." in name
     }
     return write_encoder(folder, golden["config"] | {"num_hidden_layers": 3}, weights | more)
+
+
+def other_weights(folder: Path) -> Path:
+    """Write the model with one tensor that differs."""
+    golden = read_golden("bert_masked_lm")
+    weights = golden_arrays(golden)
+    name = min(weights)
+    return write_encoder(folder, golden["config"], weights | {name: weights[name] + 1e-3})
 
 
 class WorkerTrain:

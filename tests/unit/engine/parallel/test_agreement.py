@@ -15,7 +15,8 @@ from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.types.errors import ControlError, OverloadedError, ParallmError
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
-from tests.fleet_harness import MAX_LOADED, Answer, FakeFleet
+from tests.fleet_harness import Answer, FakeFleet
+from tests.fleet_models import MAX_LOADED
 from tests.version_harness import adapter
 
 NAMES = "abcdefgh"[:MAX_LOADED]

@@ -19,7 +19,8 @@ from mlx_parallm.types.errors import ConflictError, EngineDeadError, ParallmErro
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
 from mlx_parallm.types.nets import NetRequest, SequenceUse
 from mlx_parallm.types.work import RequestWork
-from tests.fleet_harness import MAX_LOADED, PATIENCE_S, Answer, Death, Die, FakeFleet
+from tests.fleet_harness import PATIENCE_S, Answer, Death, Die, FakeFleet
+from tests.fleet_models import MAX_LOADED
 from tests.version_harness import BAD_DIGEST, adapter
 
 NUM_HISTORIES = 200

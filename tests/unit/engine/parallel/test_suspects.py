@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
 
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.engine.commands import Abort
 from mlx_parallm.engine.engine_commands import CommitUpdate
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.local_life import Build, LocalLife
-from mlx_parallm.engine.parallel import dispatcher as dispatcher_module
 from mlx_parallm.engine.parallel import fleet as fleet_module
 from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.router import Router
@@ -24,85 +22,21 @@ from mlx_parallm.engine.status import Readiness
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.pooling.kind import POOLING
 from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
-from mlx_parallm.types.errors import (
-    EngineDeadError,
-    OverloadedError,
-    RequestAbortedError,
-    RequestLostError,
-)
+from mlx_parallm.types.errors import EngineDeadError, RequestAbortedError, RequestLostError
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
 from mlx_parallm.types.pooling import PoolingInput, PoolRequest
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.step import ScheduledBatch
 from tests.fakes import FakeRunner, FakeStep, spell
-from tests.fleet_harness import PATIENCE_S, Answer, Die, FakeFleet
+from tests.fleet_harness import PATIENCE_S, Answer, FakeFleet
 from tests.scripted_process import builder
 from tests.sum_encoder import SumEncoder, SumJob
+from tests.unit.engine.parallel.dying_fleets import errors, finish, held, kill_with, rank_of
 from tests.unit.engine.parallel.test_divided_inputs import builder as pooling_builder
 
 #: MAX_NUM_SEQS: samples that an engine of ``FakeFleet`` runs.
 MAX_NUM_SEQS = 4
 DEADLY = 66
-
-
-@pytest.fixture
-def two() -> Iterator[FakeFleet]:
-    fleet = FakeFleet(2)
-    try:
-        yield fleet
-        assert not fleet.ended.is_set()
-        assert not fleet.router.placements
-        assert not fleet.dispatcher._open
-        assert not fleet.dispatcher._parts
-        assert not fleet.dispatcher._suspects.waiting
-    finally:
-        end(fleet)
-
-
-def end(fleet: FakeFleet) -> None:
-    """Let the engines load that wait to, and stop all."""
-    for life in fleet.lives:
-        life.fails_to_load = False
-        life.may_load.set()
-    fleet.stop()
-
-
-def rank_of(fleet: FakeFleet, request_id: str) -> int:
-    return fleet.router.placements[request_id].rank
-
-
-def errors(fleet: FakeFleet) -> dict[str, type[Exception]]:
-    return {
-        event.request_id: type(event.error)
-        for event in fleet.events
-        if isinstance(event, ErrorEvent)
-    }
-
-
-def finish(fleet: FakeFleet) -> set[str]:
-    """Let all engines answer everything; return the ids of all requests that have ended so."""
-    # Requests move to what has nothing to do, and suspects are begun one after another.
-    while fleet.router.placements:
-        for rank in range(len(fleet.lives)):
-            fleet.order(rank, Answer(is_last=True))
-    return {
-        event.request_id
-        for event in fleet.events
-        if isinstance(event, TokenEvent) and event.finish_reason is not None
-    }
-
-
-def test_the_last_engine_gets_no_suspect_and_the_second_death_ends_it(two: FakeFleet) -> None:
-    assert two.submit("a") is None
-    first = rank_of(two, "a")
-    two.leave_dead(first)
-    assert "a" not in two.lives[1 - first].requests
-    # Others are answered meanwhile.
-    assert two.submit("innocent") is None
-    assert finish(two) == {"innocent"}
-    two.revive(first)
-    two.kill(rank_of(two, "a"))
-    assert errors(two) == {"a": RequestLostError}
 
 
 def test_a_suspect_is_answered_if_it_was_none(two: FakeFleet) -> None:
@@ -195,36 +129,6 @@ def test_requests_of_an_engine_that_was_ended_on_purpose_move_at_once(two: FakeF
     two.revive(first)
 
 
-@pytest.mark.parametrize("num_samples", [1, 4])
-@pytest.mark.parametrize("is_notified", [True, False])
-def test_a_suspect_that_waits_can_be_ended(
-    two: FakeFleet, num_samples: int, is_notified: bool
-) -> None:
-    assert two.submit("a", num_samples) is None
-    two.leave_dead(first := rank_of(two, next(iter(two.router.placements))))
-    two.abort("a", is_notified=is_notified)
-    while is_notified and not two.events:
-        pass
-    two.revive(first)
-    assert errors(two) == ({"a": RequestAbortedError} if is_notified else {})
-    assert not any(life.requests for life in two.lives)
-
-
-def test_suspects_do_not_wait_for_an_engine_that_cannot_be_started(two: FakeFleet) -> None:
-    assert two.submit("a") is None
-    two.leave_dead(first := rank_of(two, "a"))
-    again = two.begin("again", prompt="a")
-    life = two.lives[first]
-    life.fails_to_load = True
-    life.may_load.set()
-    assert isinstance(again.result(), RequestLostError)
-    while not two.events:
-        pass
-    life.fails_to_load = False
-    two.revive(first)
-    assert errors(two) == {"a": RequestLostError}
-
-
 def test_the_deaths_of_all_parts_count(two: FakeFleet) -> None:
     # The samples of a request have one prompt, so each of its parts may be deadly.
     assert two.submit("a", 4) is None
@@ -233,81 +137,6 @@ def test_the_deaths_of_all_parts_count(two: FakeFleet) -> None:
     two.kill(1)
     assert errors(two) == {"a": RequestLostError}
     assert not any(life.requests for life in two.lives)
-
-
-def kill_with(fleet: FakeFleet, request_id: str) -> int:
-    """Let an engine die of a request, which is a suspect from then on; return the engine."""
-    assert fleet.submit(request_id) is None
-    fleet.leave_dead(rank := rank_of(fleet, request_id))
-    return rank
-
-
-def held(fleet: FakeFleet) -> list[str]:
-    """Return the requests that engines have which live."""
-    fleet.settle()
-    living = [member.life for member in fleet.fleet._members if member.is_serving]
-    return [request_id for life in living for request_id in cast(Any, life).requests]
-
-
-def test_suspects_are_computed_one_at_a_time(two: FakeFleet) -> None:
-    two.revive(kill_with(two, "a"))
-    two.kill(rank_of(two, "a"))
-    again = [two.begin(name, prompt="a") for name in "bcd"]
-    assert held(two) == ["b"]
-    assert not again[1].done()
-    # None moves while its engine may compute it, although the other one does nothing.
-    assert two.submit("innocent") is None
-    two.leave_dead(first := rank_of(two, "b"))
-    assert errors(two).keys() >= {"a", "b"}
-    two.abort("innocent")
-    assert not held(two)
-    two.revive(first)
-    assert held(two) == ["c"]
-    # Each of them makes room for the next, however it ends.
-    last = rank_of(two, "c")
-    two.fleet.abort(Abort(request_id="c"))
-    assert [*two.router.placements] == ["d"]
-    assert held(two) == ["d"]
-    assert rank_of(two, "d") == last, "this engine may still compute the one that was aborted"
-    assert finish(two) == {"d"}
-
-
-def test_suspects_that_waited_are_not_begun_together(two: FakeFleet) -> None:
-    rank = kill_with(two, "a")
-    for name in "bc":
-        two.begin(name, prompt="a")
-    assert not held(two)
-    two.revive(rank)
-    assert held(two) == ["a"]
-    assert finish(two) == {"a", "b", "c"}
-
-
-def test_a_suspect_that_is_refused_makes_room(two: FakeFleet) -> None:
-    rank = kill_with(two, "a")
-    two.abort("a")
-    first, second = two.begin("b", prompt="a"), two.begin("c", prompt="a")
-    for life in two.lives:
-        life.refusal = OverloadedError("full")
-    two.revive(rank)
-    assert isinstance(first.result(), OverloadedError)
-    two.settle()
-    for life in two.lives:
-        life.refusal = None
-    assert second.result() is None
-    assert finish(two) == {"c"}
-
-
-def test_a_cancelled_request_waits_for_no_engine(two: FakeFleet) -> None:
-    assert two.submit("a") is None
-    life = two.lives[first := rank_of(two, "a")]
-    life.may_load.clear()
-    before = life.num_lives
-    two.order(first, Die())
-    two.cancel("a")
-    while life.num_lives == before:
-        pass
-    assert errors(two) == {"a": RequestAbortedError}
-    two.revive(first)
 
 
 @pytest.mark.parametrize("num_deliveries", [0, 1, 2])
@@ -375,63 +204,6 @@ def test_a_cancellation_clears_no_suspect(two: FakeFleet, is_by_engine: bool) ->
     assert "again" not in held(two)
     two.revive(other)
     assert finish(two) >= {"again"}
-
-
-def test_suspects_that_wait_are_bounded(two: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher_module, "MAX_WAITING", 2)
-    rank = kill_with(two, "a")
-    waiting = two.begin("b", prompt="a")
-    assert isinstance(two.submit("c", prompt="a"), OverloadedError)
-    assert two.submit("innocent") is None
-    assert not waiting.done()
-    two.revive(rank)
-    assert finish(two) == {"a", "b", "innocent"}
-
-
-def test_a_silent_engine_does_not_count(two: FakeFleet) -> None:
-    two.revive(kill_with(two, "a"))
-    two.abort("a")
-    silent = two.lives[1]
-    silent.is_silent = True
-    reply = two.begin("again", prompt="a")
-    assert not held(two)
-    assert not reply.done()
-    # No event comes of an engine that has nothing to do.
-    silent.is_silent = False
-    two.fleet.readiness()
-    assert [*two.router.placements] == ["again"]
-    assert held(two) == ["again"]
-    assert finish(two) == {"again"}
-
-
-def test_suspects_wait_for_an_engine_that_may_still_start() -> None:
-    fleet = FakeFleet(3)
-    try:
-        first = kill_with(fleet, "a")
-        fleet.abort("a")
-        again = fleet.begin("again", prompt="a")
-        assert held(fleet) == ["again"]
-        fleet.leave_dead(second := rank_of(fleet, "again"))
-        assert errors(fleet) == {"again": RequestLostError}
-        third = fleet.begin("third", prompt="a")
-        fail_to_start(fleet, first)
-        assert not third.done(), "the second engine may still start"
-        assert again.result() is None
-        fail_to_start(fleet, second)
-        assert isinstance(third.result(), RequestLostError)
-    finally:
-        end(fleet)
-
-
-def fail_to_start(fleet: FakeFleet, rank: int) -> None:
-    """Let an engine fail to load, and wait until that is known."""
-    life = fleet.lives[rank]
-    before = life.num_lives
-    life.fails_to_load = True
-    life.may_load.set()
-    while life.num_lives == before:
-        pass
-    fleet.settle()
 
 
 def test_contents_are_remembered_for_as_long_as_it_matters() -> None:

@@ -8,7 +8,7 @@ from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.generation.kv_cache.stores import BlockStore
 from tests.dict_store import DictStore
 from tests.scheduler_harness import SchedulerHarness
-from tests.unit.generation.scheduler.test_restore import (
+from tests.stored_prompts import (
     LONG,
     NUM_FOUND,
     OTHER,

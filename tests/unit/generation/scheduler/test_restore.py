@@ -1,100 +1,28 @@
-"""Prefixes that come back from stores: who waits, what is filled, and what is given up."""
+"""Prefixes that come back from stores: who waits, what is filled, saved and counted."""
 
 from __future__ import annotations
-
-import json
-from collections.abc import Sequence
 
 import pytest
 
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
 from mlx_parallm.generation.kv_cache.host_store import HostStore
-from mlx_parallm.generation.kv_cache.stores import BlockStore
-from mlx_parallm.types.request import EVERYBODY, CacheScope, GenerateRequest, SamplingParams
-from mlx_parallm.types.step import ScheduledBatch
-from tests.dict_store import DictFetch, DictStore
+from mlx_parallm.types.request import EVERYBODY, CacheScope
+from tests.dict_store import DictStore
 from tests.scheduler_harness import SchedulerHarness
-
-SIZE = 4
-PROMPT = tuple(7 * i % 47 + 1 for i in range(30))
-OTHER = tuple(11 * i % 43 + 2 for i in range(30))
-#: Blocks of the prompts that may be found: one token is computed in any case.
-NUM_FOUND = 7
-LONG = tuple(13 * i % 41 + 3 for i in range(60))
-WIDE = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
-
-
-class CountingStore(DictStore):
-    """Writes down what it is asked, with the number of blocks."""
-
-    def __init__(self, *, holds_back: bool = False) -> None:
-        super().__init__(holds_back=holds_back)
-        self.calls: list[tuple[str, int]] = []
-        self.busy = False
-
-    @property
-    def is_busy(self) -> bool:
-        return self.busy
-
-    def find(self, contents: Sequence[bytes]) -> int:
-        self.calls.append(("find", len(contents)))
-        return super().find(contents)
-
-    def fetch(self, contents: Sequence[bytes]) -> DictFetch:
-        self.calls.append(("fetch", len(contents)))
-        return super().fetch(contents)
-
-
-def harness_of(*stores: BlockStore, num_blocks: int = 40, **settings: object) -> SchedulerHarness:
-    return SchedulerHarness(num_blocks=num_blocks, stores=stores, **settings)  # type: ignore[arg-type]
-
-
-def ask(
-    harness: SchedulerHarness,
-    name: str,
-    prompt: Sequence[int] = PROMPT,
-    *,
-    max_tokens: int = 1,
-    client: str = "",
-    priority: int = 0,
-    salt: str | None = None,
-    scope: CacheScope = EVERYBODY,
-    **params: int,
-) -> None:
-    harness.add(
-        GenerateRequest(
-            request_id=name,
-            model="m",
-            prompt_ids=tuple(prompt),
-            params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params),  # type: ignore[arg-type]
-            client=client,
-            priority=priority,
-            cache_salt=salt,
-            scope=scope,
-        )
-    )
-
-
-def fill_store(store: BlockStore, *prompts: Sequence[int]) -> None:
-    """Let a process that ends compute prompts and save them."""
-    harness = harness_of(store)
-    for number, prompt in enumerate(prompts or [PROMPT]):
-        ask(harness, str(number), prompt)
-    harness.drain()
-    if isinstance(store, CountingStore):
-        store.calls.clear()
-
-
-def num_filled(harness: SchedulerHarness) -> int:
-    return sum(len(batch.moves.filled) for batch in harness.batches)
-
-
-def num_computed(harness: SchedulerHarness) -> int:
-    return sum(batch.num_tokens for batch in harness.batches)
-
-
-def saved(batches: Sequence[ScheduledBatch]) -> list[bytes]:
-    return [content for batch in batches for _, content in batch.moves.saved]
+from tests.stored_prompts import (
+    LONG,
+    NUM_FOUND,
+    OTHER,
+    PROMPT,
+    SIZE,
+    CountingStore,
+    ask,
+    fill_store,
+    harness_of,
+    num_computed,
+    num_filled,
+    saved,
+)
 
 
 def test_a_prompt_comes_back_in_another_process() -> None:
@@ -206,84 +134,6 @@ def test_what_could_not_be_read_is_computed(most: int) -> None:
     assert num_computed(harness) == len(PROMPT) - most * SIZE + 2
 
 
-def test_what_memory_got_meanwhile_is_not_filled() -> None:
-    store = DictStore(holds_back=True)
-    harness = harness_of(store, runs_ahead=True)
-    ask(harness, "computes", PROMPT[:14], max_tokens=8)
-    harness.step()
-    fill_store(store)
-    ask(harness, "waits")
-    while "computes" in harness.tracked:
-        harness.step()
-    (fetch,) = store.fetches
-    assert len(fetch.blocks) == NUM_FOUND
-    harness.complete()
-    harness.step()
-    assert num_filled(harness) == NUM_FOUND - 3
-    harness.drain()
-
-
-def test_what_follows_evicted_blocks_is_of_no_use() -> None:
-    store = DictStore(holds_back=True)
-    harness = harness_of(store, num_blocks=10)
-    ask(harness, "computes", PROMPT[:14])
-    harness.drain()
-    beginning = set(store.blocks)
-    fill_store(store)
-    ask(harness, "waits")
-    harness.step()
-    (fetch,) = store.fetches
-    assert len(fetch.blocks) == NUM_FOUND - 3
-    for content in beginning:
-        del store.blocks[content]
-    ask(harness, "evicts", OTHER, max_tokens=9)
-    while "evicts" in harness.tracked:
-        harness.step()
-    harness.drain()
-    assert num_filled(harness) == 0
-
-
-def test_what_was_read_is_of_no_use_to_other_weights() -> None:
-    store = DictStore(holds_back=True)
-    fill_store(store)
-    harness = harness_of(store)
-    ask(harness, "waits")
-    harness.step()
-    harness.weights.base.lasting.digest = "of other weights"
-    harness.drain()
-    assert num_filled(harness) == 0
-    assert num_computed(harness) == len(PROMPT)
-
-
-def test_a_sequence_that_leaves_cancels_its_read() -> None:
-    store = CountingStore(holds_back=True)
-    fill_store(store)
-    harness = harness_of(store)
-    ask(harness, "leaves")
-    harness.step()
-    (fetch,) = store.fetches
-    harness.abort("leaves")
-    assert not fetch.blocks
-    assert harness.tiers is not None
-    harness.tiers.check_integrity([])
-    ask(harness, "next", OTHER)
-    harness.drain()
-    assert num_filled(harness) == 0
-
-
-def test_a_sequence_that_leaves_while_its_blocks_are_filled_gives_all_back() -> None:
-    store = DictStore()
-    fill_store(store)
-    harness = harness_of(store, runs_ahead=True)
-    ask(harness, "leaves")
-    batch = harness.schedule()
-    assert batch is not None
-    assert batch.moves.filled
-    harness.abort("leaves")
-    harness.run(batch)
-    harness.drain()
-
-
 def test_blocks_are_saved_before_the_step_that_may_write_to_them() -> None:
     store = CountingStore()
     harness = harness_of(store, num_blocks=8)
@@ -340,71 +190,6 @@ def test_a_chain_evicted_over_steps_is_saved_whole(num_blocks: int, *, runs_ahea
     harness.drain()
     assert store.stats.discarded == {}
     assert store.stats.num_blocks == 2 * len(LONG) // SIZE
-
-
-def test_a_reset_ends_what_is_read_and_what_is_saved() -> None:
-    store = DictStore(holds_back=True)
-    fill_store(store)
-    harness = harness_of(store, runs_ahead=True)
-    assert harness.tiers is not None
-    ask(harness, "other", OTHER)
-    ask(harness, "waits")
-    while "other" in harness.tracked:
-        harness.step()
-    saving = harness.schedule()
-    assert saving is not None
-    assert saving.moves.saved
-    harness.scheduler.reset_prefix_cache(reset_running=False)
-    harness.tiers.clear()
-    harness.run(saving)
-    harness.complete()
-    harness.drain()
-    assert num_filled(harness) == 0
-    # Only what was computed since.
-    assert len(store.blocks) == NUM_FOUND
-
-
-def test_a_reset_ends_reads_that_were_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_parallm.generation.kv_cache.fetches.FETCH_BYTES", 1)
-    store = DictStore(holds_back=True)
-    fill_store(store, PROMPT, OTHER)
-    harness = harness_of(store)
-    assert harness.tiers is not None
-    ask(harness, "begun")
-    ask(harness, "queued", OTHER)
-    assert harness.step() is None
-    assert len(store.fetches) == 1
-    harness.scheduler.reset_prefix_cache(reset_running=False)
-    harness.tiers.clear()
-    while harness.tracked:
-        assert harness.step() is not None
-    harness.drain()
-    assert num_filled(harness) == 0
-
-
-def test_blocks_of_a_step_that_failed_are_neither_found_nor_kept() -> None:
-    store = CountingStore()
-    fill_store(store, PROMPT)
-    harness = harness_of(store)
-    ask(harness, "other", OTHER, max_tokens=1)
-    while harness.tracked:
-        harness.step()
-    ask(harness, "fails")
-    batch = harness.schedule()
-    assert batch is not None
-    assert batch.moves.filled
-    assert batch.moves.saved
-    harness.run(batch, raises=True)
-    assert not harness.tracked
-    assert set(saved([batch])).isdisjoint(store.blocks)
-    harness.step()
-    # Blocks that no step read are saved when their chain is used again.
-    ask(harness, "other again", OTHER)
-    ask(harness, "again")
-    harness.drain()
-    assert set(saved([batch])) <= store.blocks.keys()
-    tokens = [json.loads(bytes(data))[0] for data in store.blocks.values()]
-    assert all(token >= 0 for block in tokens for token in block)
 
 
 def test_a_pool_that_has_no_room_for_a_chain_takes_it_later() -> None:

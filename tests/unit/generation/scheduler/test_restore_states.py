@@ -13,16 +13,7 @@ from mlx_parallm.types.request import CacheScope
 from mlx_parallm.types.step import ScheduledBatch
 from tests.dict_store import DictStore
 from tests.scheduler_harness import SchedulerHarness
-from tests.unit.generation.scheduler.test_restore import (
-    NUM_FOUND,
-    OTHER,
-    PROMPT,
-    SIZE,
-    WIDE,
-    ask,
-    num_computed,
-    num_filled,
-)
+from tests.stored_prompts import NUM_FOUND, OTHER, PROMPT, SIZE, WIDE, ask, num_computed, num_filled
 
 pytestmark = pytest.mark.parametrize("has_kv", [True, False])
 #: The prompt's states: after a chunk in its middle, and after its last whole block.

@@ -7,7 +7,7 @@ import pytest
 from mlx_parallm.config import SchedulerConfig
 from tests.dict_store import DictStore
 from tests.scheduler_harness import SchedulerHarness
-from tests.unit.generation.scheduler.test_restore import (
+from tests.stored_prompts import (
     NUM_FOUND,
     OTHER,
     PROMPT,

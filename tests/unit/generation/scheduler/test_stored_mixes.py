@@ -26,13 +26,9 @@ from mlx_parallm.types.request import (
 )
 from mlx_parallm.types.step import ScheduledBatch, ScheduledSequence
 from tests.block_simulator import GARBAGE
+from tests.input_harness import InputHarness, InputRunner, rows_input
 from tests.kv_disk import Disk
 from tests.scheduler_harness import Tracked
-from tests.unit.generation.inputs.test_traffic_with_inputs import (
-    InputHarness,
-    InputRunner,
-    rows_input,
-)
 
 TEXTS = tuple(tuple((7 * i + 13 * text) % 40 + 1 for i in range(40)) for text in range(2))
 #: Images of equal shapes, whose rows mean other tokens.

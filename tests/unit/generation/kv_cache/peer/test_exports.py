@@ -18,14 +18,7 @@ from tests.dict_store import DictStore
 from tests.kv_disk import chain
 from tests.kv_peers import OWNER
 from tests.scheduler_harness import SchedulerHarness
-from tests.unit.generation.scheduler.test_restore import (
-    NUM_FOUND,
-    OTHER,
-    PROMPT,
-    ask,
-    fill_store,
-    num_computed,
-)
+from tests.stored_prompts import NUM_FOUND, OTHER, PROMPT, ask, fill_store, num_computed
 
 
 class Server:

@@ -18,16 +18,8 @@ from mlx_parallm.generation.kv_cache.peer.prefill import REST_S, Prefiller, Pref
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.work import CacheScope
 from tests.kv_peers import OWNER, frames
+from tests.stored_prompts import NUM_FOUND, OTHER, PROMPT, SIZE, ask, num_computed, num_filled
 from tests.unit.generation.kv_cache.peer.test_exports import Server
-from tests.unit.generation.scheduler.test_restore import (
-    NUM_FOUND,
-    OTHER,
-    PROMPT,
-    SIZE,
-    ask,
-    num_computed,
-    num_filled,
-)
 
 # BLOCK_BYTES: blocks of the simulated model are JSON, which may end with spaces.
 BLOCK_BYTES = 400
