@@ -72,14 +72,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out what ``-m`` selects nothing of: importing all files takes half a minute.
 
-    ``make test-slow`` needs the files that name its marker; ``make test`` does not need those
-    whose tests all have it.
+    ``make test-slow`` needs the files that name its marker, or beside which ``conftest.py`` does;
+    ``make test`` does not need those whose tests all have it.
     """
     wanted = config.option.markexpr
     if not SLOW_FIRST.match(wanted) or not collection_path.match("test_*.py"):
         return None
     text = collection_path.read_text(encoding="utf-8")
     if wanted.startswith("slow"):
+        beside = collection_path.with_name("conftest.py")
+        text += beside.read_text(encoding="utf-8") if beside.exists() else ""
         return True if "slow" not in text else None
     return True if ALL_SLOW.search(text) else None
 

@@ -48,6 +48,18 @@ def test_no_text_file_has_control_characters() -> None:
     assert [file for file in files if CONTROL.search(file.read_bytes())] == []
 
 
+def test_tests_are_marked_slow_where_their_collection_looks_for_it() -> None:
+    """Look for markers elsewhere: files that these mark are not collected by ``make test-slow``."""
+    marking = {
+        file
+        for file in (ROOT / "tests").rglob("*.py")
+        if not file.name.startswith("test_") and "mark.slow" in file.read_text(encoding="utf-8")
+    }
+    assert {file.name for file in marking} == {"conftest.py"}
+    # A file of tests is collected for the one beside it.
+    assert not [test for file in marking for test in file.parent.glob("*/**/test_*.py")]
+
+
 def project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
