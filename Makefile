@@ -65,14 +65,14 @@ test-slow: $(DEV_STAMP) ## Types and the tests marked slow: kernels, kills and r
 	@$(TEST_ENV) $(PYTEST) -m "slow and not engines" --ignore tests/scaleout $(ARGS)
 
 # Suites that hold for any number of engines and of HTTP processes.
-ENGINE_SUITES := abort api_answers batches cache_scope client_adapters embeddings encoder_routes \
+ENGINE_SUITES := abort api_answers batches cache_scope client_adapters embeddings encoder_decoders encoder_routes \
 	in_flight keys late_interaction live_adapters live_nets live_weights logprobs mezo mezo_prompts mezo_requests mezo_reward min_tokens mixed_models mlm \
 	model_loading models_by_name images ollama open_inference prompt_embeds responses_live rewarded_rollouts rl_logprobs rollout scores serve \
 	sglang speculation speech structured token_generate tools
 test-engines: $(DEV_STAMP) ## Tests of adapters, weights, rollouts and more against two engines and two HTTP processes
 	@$(TEST_ENV) MLX_PARALLM_DATA_PARALLEL_SIZE=2 MLX_PARALLM_API_SERVER_COUNT=2 $(PYTEST) -m "not one_engine" \
 		tests/e2e/test_data_parallel.py tests/e2e/test_llm_data_parallel.py \
-		tests/e2e/test_api_servers.py tests/e2e/test_batch.py tests/e2e/test_art_serving.py tests/e2e/test_models_by_name_killed.py $(ENGINE_SUITES:%=tests/e2e/test_%.py) $(ARGS)
+		tests/e2e/test_api_servers.py tests/e2e/test_batch.py tests/e2e/test_art_serving.py tests/e2e/test_models_by_name_killed.py tests/e2e/test_dialled_engines.py $(ENGINE_SUITES:%=tests/e2e/test_%.py) $(ARGS)
 
 # Suites that hold for engines of other machines.
 DIALLED_SUITES := abort api_answers client_adapters embeddings live_adapters live_weights logprobs mixed_models model_loading \

@@ -54,10 +54,13 @@ def cable(listeners: list[Listener]) -> Iterator[Cable]:
 @pytest.fixture(scope="module")
 def server(listeners: list[Listener], cable: Cable, key_file: Path) -> Iterator[ServerProcess]:
     addresses = [str(listeners[0].address), str(cable.address)]
-    process = ServerProcess(
-        *("--engine", *addresses, "--peer-key-file", str(key_file), "--max-num-seqs", "8"),
-        is_forked=False,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        # `make test-engines` sets it; all engines of this server are dialled.
+        patch.delenv("MLX_PARALLM_DATA_PARALLEL_SIZE", raising=False)
+        process = ServerProcess(
+            *("--engine", *addresses, "--peer-key-file", str(key_file), "--max-num-seqs", "8"),
+            is_forked=False,
+        )
     process.wait_until_ready()
     yield process
     assert process.stop() == 0

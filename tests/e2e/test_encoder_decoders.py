@@ -230,6 +230,7 @@ def test_the_start_token_takes_no_characters_of_an_echo(
     assert logprobs["text_offset"] == [0, *accumulate(lengths)]
 
 
+@pytest.mark.one_engine
 def test_a_source_is_encoded_once_for_all_who_ask(server: ServerProcess) -> None:
     runs = "vllm:source_encoder_runs_total"
     source, before = "t400 t401 t402 t403", server.metric(runs)

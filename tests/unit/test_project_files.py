@@ -60,6 +60,21 @@ def test_tests_are_marked_slow_where_their_collection_looks_for_it() -> None:
     assert not [test for file in marking for test in file.parent.glob("*/**/test_*.py")]
 
 
+def test_every_test_of_several_engines_is_in_the_target_that_runs_them() -> None:
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    (suites,) = re.findall(r"^ENGINE_SUITES := (.*)$", makefile, re.MULTILINE)
+    (recipe,) = re.findall(r"^test-engines:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    named = {f"test_{suite}.py" for suite in suites.split()}
+    named |= set(re.findall(r"tests/e2e/(test_\w+\.py)", recipe))
+    assert named == {name for name in named if (ROOT / "tests/e2e" / name).exists()}
+    marked = {
+        file.name
+        for file in (ROOT / "tests").rglob("test_*.py")
+        if "pytest.mark.engines" in file.read_text(encoding="utf-8")
+    }
+    assert marked - {Path(__file__).name} <= named
+
+
 def project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
