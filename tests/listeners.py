@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-import select
+import selectors
 import signal
 import socket
 import subprocess
@@ -123,10 +123,13 @@ class Cable:
                 threading.Thread(target=self._carry, args=(ours, theirs), daemon=True).start()
 
     def _carry(self, ours: socket.socket, theirs: socket.socket) -> None:
-        other = {ours: theirs, theirs: ours}
-        with suppress(OSError, ValueError):
+        # select() takes no descriptors above 1,023, and this process may have as many.
+        with suppress(OSError, ValueError), selectors.PollSelector() as selector:
+            selector.register(ours, selectors.EVENT_READ, (ours, theirs))
+            selector.register(theirs, selectors.EVENT_READ, (theirs, ours))
             while True:
-                for end in select.select([ours, theirs], [], [])[0]:
+                for key, _ in selector.select():
+                    end, other = key.data
                     data = end.recv(1 << 16)
                     if not self._is_whole.is_set():
                         return
@@ -136,6 +139,6 @@ class Cable:
                         return
                     if end is theirs:
                         self._left -= len(data)
-                    other[end].sendall(data)
+                    other.sendall(data)
                     if self._left <= 0:
                         self.cut()
