@@ -39,6 +39,9 @@ settings.register_profile(
 )
 settings.load_profile("steady")
 
+# MANY_DESCRIPTORS: that a file of tests may leave open. select() takes none above 1,023.
+MANY_DESCRIPTORS = 300
+
 # SLOW_FIRST: expressions of ``-m`` that say of every test whether it is to be slow.
 SLOW_FIRST = re.compile(r"(not )?slow( and not engines)?$|not engines and not slow$")
 # ALL_SLOW: what marks all tests of a file.
@@ -99,6 +102,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
     # Each search would take a second if a test undid it.
     gc.unfreeze = lambda: None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_descriptors() -> Iterator[None]:
+    """Let no file of tests leave many descriptors open for those that follow."""
+    before = len(os.listdir("/dev/fd"))
+    yield
+    assert len(os.listdir("/dev/fd")) < before + MANY_DESCRIPTORS
 
 
 @pytest.hookimpl(tryfirst=True)

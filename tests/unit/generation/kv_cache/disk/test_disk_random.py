@@ -146,6 +146,8 @@ def run(folder: Path, seed: int) -> None:
     history.start()
     for _ in range(NUM_STEPS):
         history.step()
+    for _, store, _ in history.open:
+        store.close()
 
 
 @pytest.mark.parametrize("seed", range(20))
