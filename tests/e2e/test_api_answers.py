@@ -32,9 +32,7 @@ def served() -> Iterator[tuple[FakeEngine, str]]:
 
 @pytest.fixture
 def engine(served: tuple[FakeEngine, str]) -> FakeEngine:
-    served[0].script = write("hello")
-    while not served[0].submitted.empty():
-        served[0].submitted.get()
+    served[0].reset()
     return served[0]
 
 

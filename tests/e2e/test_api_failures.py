@@ -34,12 +34,8 @@ def served() -> Iterator[tuple[FakeEngine, str]]:
 @pytest.fixture
 def engine(served: tuple[FakeEngine, str]) -> FakeEngine:
     engine = served[0]
-    engine.script, engine.refusal, engine.is_dead = write("hello"), None, False
-    engine.is_full = False
-    while not engine.aborted.empty():
-        engine.aborted.get()
-    while not engine.submitted.empty():
-        engine.submitted.get()
+    engine.reset()
+    engine.is_dead = engine.is_full = False
     return engine
 
 

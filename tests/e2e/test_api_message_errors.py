@@ -14,7 +14,7 @@ from mlx_parallm.server_config import ServerConfig
 from mlx_parallm.types import errors
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.request import GenerateRequest
-from tests.fake_engine import FakeEngine, fail, hang, serve_fake, write
+from tests.fake_engine import FakeEngine, fail, hang, serve_fake
 from tests.message_requests import BODY, HI, TOOLS, ask, stream
 
 
@@ -27,9 +27,7 @@ def served() -> Iterator[tuple[FakeEngine, str]]:
 
 @pytest.fixture
 def engine(served: tuple[FakeEngine, str]) -> FakeEngine:
-    served[0].script, served[0].refusal = write("hello"), None
-    while not served[0].submitted.empty():
-        served[0].submitted.get()
+    served[0].reset()
     return served[0]
 
 

@@ -33,9 +33,7 @@ def served() -> Iterator[tuple[FakeEngine, str]]:
 
 @pytest.fixture
 def engine(served: tuple[FakeEngine, str]) -> FakeEngine:
-    served[0].script, served[0].refusal = write("hello"), None
-    while not served[0].submitted.empty():
-        served[0].submitted.get()
+    served[0].reset()
     return served[0]
 
 

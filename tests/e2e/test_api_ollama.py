@@ -58,9 +58,8 @@ def test_a_call_is_one_line_with_an_object(served: tuple[FakeEngine, str]) -> No
 
 def test_parameters_reach_the_engine(served: tuple[FakeEngine, str]) -> None:
     engine, url = served
+    engine.reset()
     engine.script = write("hey")
-    while not engine.submitted.empty():
-        engine.submitted.get()
     options = {"num_predict": 7, "top_p": 0, "min_p": 0.1, "stop": "x", "repeat_penalty": 1.2}
     stream(url, options=options | {"seed": -1, "presence_penalty": 0.5, "num_ctx": 4096})
     params = engine.submitted.get().params

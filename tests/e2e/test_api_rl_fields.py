@@ -34,8 +34,7 @@ def served() -> Iterator[tuple[FakeEngine, str]]:
 
 @pytest.fixture
 def engine(served: tuple[FakeEngine, str]) -> FakeEngine:
-    while not served[0].submitted.empty():
-        served[0].submitted.get()
+    served[0].reset()
     return served[0]
 
 

@@ -42,9 +42,8 @@ def served(tokenizer: RecordingTokenizer) -> Iterator[tuple[FakeEngine, str]]:
 
 @pytest.fixture
 def engine(served: tuple[FakeEngine, str], tokenizer: RecordingTokenizer) -> FakeEngine:
-    served[0].script, tokenizer.opening = write("hello"), ""
-    while not served[0].submitted.empty():
-        served[0].submitted.get()
+    served[0].reset()
+    tokenizer.opening = ""
     return served[0]
 
 

@@ -65,6 +65,7 @@ def test_models_return_and_evicted_ones_stay_evicted(server: ServerProcess) -> N
     assert chat(server, "b") == expected
     while not (is_replaced(server.process.pid, before[0]) and num_ready(server) == 2):
         pass
+    assert before[0] not in engines_of(server.process.pid)
     assert "start" not in states(server)
     assert (states(server)["b"], states(server)["c"]) == ("loaded", "evicted")
     # Both engines answer, and load what the next request names.
